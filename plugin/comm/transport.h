@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Role: what the ranks of one group share on one host: memory that every rank can read, flags to wait on, and failure.
+// Two implementations behind this interface, chosen by what the ranks tell one another through the store (never by
+// environment variables): ranks that are threads of one process, and ranks that are processes of one host.
+// Invariants: I1 allocate() is collective: all ranks call it in the same order with the same name. I2 nothing stays behind
+//             when a process is killed at any moment. I3 the first failure wins; after it every call throws its text at once.
+// Shapes: bytes. Threads: all functions may be called from any thread. Errors: c10::DistBackendError.
+#pragma once
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace trueshard::comm {
+
+class Region {  // one block of zeroed memory per rank, all of them readable (and writable) by every rank
+ public:
+  virtual ~Region() = default;
+  virtual std::byte* data(int rank) const = 0;  // 64-byte aligned; bases of large blocks are staggered against cache aliasing
+  virtual size_t bytes(int rank) const = 0;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual const char* kind() const = 0;  // "threads" or "shared memory"
+  virtual const std::string& group_name() const = 0;
+  virtual std::chrono::milliseconds timeout() const = 0;
+  virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
+  // Collective. Ranks may ask for different sizes (0 included). Pages that are never touched cost nothing.
+  virtual std::shared_ptr<Region> allocate(const std::string& name, size_t bytes) = 0;
+  // Marks the group failed for all ranks and wakes every waiter. The text should say where, who, got, expected, what to do.
+  virtual void fail(const std::string& text) noexcept = 0;
+  virtual bool failed() const noexcept = 0;
+  virtual void throw_if_failed() const = 0;
+  // False once the peer's process is known to be gone (always true between threads).
+  virtual bool peer_alive(int rank) const noexcept = 0;
+};
+
+// Collective. Exchanges host and process identities through the store and picks the implementation; ranks on different
+// hosts are an error on all ranks. `group_name` must be the same on all ranks and unique in the store.
+std::shared_ptr<Transport> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                   const std::string& group_name, std::chrono::milliseconds timeout);
+
+}  // namespace trueshard::comm
