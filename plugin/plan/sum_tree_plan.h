@@ -3,7 +3,10 @@
 // The streaming form is a binary counter: after n leaves, slot k (for each bit k of n) holds an aligned subtree of 2^k leaves.
 // Invariants: I1 push + finish over any split into passes equals T(0, n) over the leaves. I2 an absent operand passes the
 //             other one through; a slot is absent when all its leaves are. I3 at most floor(log2 n) + 1 slots.
-// Threads: pure functions. Errors: std::invalid_argument for more leaves than fit in 63 bits or 255 operands.
+//             I4 all stores of a program come after all its loads, so an output may alias any operand exactly.
+// Shapes: an operand or output is one shard-sized array; absent ones appear nowhere in a program.
+// Threads: pure functions. Errors: std::invalid_argument for more leaves than fit in 63 bits, more than 255 operands, or a
+// slot said to be present that the counter does not have.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -23,7 +26,7 @@ struct SumProgram {
     int index;  // slot number k, or position among the new leaves
   };
   std::vector<Source> operands;
-  std::vector<int> output_slots;  // output i of the program is slot output_slots[i] after the push (present slots only)
+  std::vector<int> output_slots;  // output i of the program is slot output_slots[i] after the push (present slots only, smallest first)
 };
 
 // Pushes new leaves onto a counter that holds `leaves_before`. slot_present[k]: slot k exists and is present (entries beyond
