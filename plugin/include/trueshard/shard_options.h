@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Role: how a module is sharded. Set once, validated once by shard(); must be the same on all ranks.
+#pragma once
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <c10/core/ScalarType.h>
+#include <torch/arg.h>
+
+#include <trueshard/export.h>
+
+namespace trueshard {
+
+// What is sharded over the ranks. The bits of a run do not depend on it.
+enum class Stage : int {
+  Replicated = 0,  // nothing: gradients are reduced in shards and gathered, every rank steps everything
+  Zero1 = 1,       // optimizer state and master weights; one pass of gradients stays whole until it is reduced
+  Zero2 = 2,       // and gradients: each bucket of gradients is freed as soon as it is reduced
+};
+
+// The dtype of forward and backward. The optimizer works on fp32 masters in any case.
+struct TRUESHARD_API MixedPrecisionPolicy {
+  // bf16 or fp16; unset: every parameter computes in the dtype it has.
+  TORCH_ARG(std::optional<c10::ScalarType>, param_dtype);
+  // Names (as in named_modules()) of modules whose parameters keep their dtype, with everything below them. Batch-norm
+  // modules always do.
+  TORCH_ARG(std::vector<std::string>, full_precision_modules);
+};
+
+struct TRUESHARD_API ShardOptions {
+  TORCH_ARG(Stage, stage) = Stage::Zero2;
+  TORCH_ARG(MixedPrecisionPolicy, mp_policy);
+  // Gradients are exchanged in buckets of up to this many bytes (of the compute dtype; larger parameters go alone).
+  TORCH_ARG(int64_t, bucket_bytes) = int64_t{25} << 20;
+  // true: a bucket is exchanged as soon as all ranks have its gradients. false: after the whole backward.
+  TORCH_ARG(bool, overlap) = true;
+  // The sum over all leaves is divided by this once. Unset: the number of ranks.
+  TORCH_ARG(std::optional<double>, gradient_divide_factor);
+  // true: a non-finite gradient on any rank makes step() skip on all ranks (counted in metrics()). false: step() applies what it is given.
+  TORCH_ARG(bool, skip_nonfinite_steps) = false;
+  // true: 16-bit parameters are stepped in their own dtype, without fp32 masters. The updates of small steps are then lost.
+  TORCH_ARG(bool, low_precision_master) = false;
+  // true: vouches that an optimizer which trueshard does not know treats every element by itself.
+  TORCH_ARG(bool, assume_elementwise) = false;
+};
+
+}  // namespace trueshard
