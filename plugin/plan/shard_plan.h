@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: who owns which elements. Parameters are packed into buckets in the agreed order; a bucket is cut into `world` equal shards.
+// Role: who owns which elements. Parameters are packed into buckets in the agreed order; a bucket is cut into `world`
+// equal shards.
 // Invariants: I1 every element has exactly one owner. I2 padding has no parameter. I3 all arithmetic is 64-bit.
-//             I4 a parameter starts at a multiple of kParameterAlignment elements, a shard at a multiple of kShardAlignment.
+//             I4 a parameter starts at a multiple of kParameterAlignment elements, a shard at one of kShardAlignment.
 //             I5 the bits of no result depend on anything decided here.
-// Shapes: offsets and counts are elements, never bytes. Threads: immutable after construction. Errors: std::invalid_argument.
+//             I6 an empty parameter has a placement of its own, at an offset of at most `padded`.
+// Shapes: offsets and counts are elements, never bytes.
+// Threads: immutable after construction. Errors: std::invalid_argument.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -28,7 +31,8 @@ struct Range {  // [begin, end)
   bool operator==(const Range&) const = default;
 };
 
-struct Placement {  // where a parameter lies in its bucket
+// Where a parameter lies in its bucket.
+struct Placement {
   int64_t parameter = 0;  // index into the agreed list
   int64_t offset = 0;     // elements from the start of the bucket
   int64_t numel = 0;
@@ -44,19 +48,20 @@ struct BucketPlan {
 
 // The part of one parameter that one rank owns.
 struct Piece {
-  Range in_parameter;      // elements of the parameter
+  Range in_parameter;        // elements of the parameter
   int64_t shard_offset = 0;  // elements from the start of this rank's shard of the bucket
 };
 
 struct ShardPlan {
   int world = 1;
   std::vector<ParameterSpec> parameters;
-  std::vector<BucketPlan> buckets;         // in the order in which they are reduced
-  std::vector<int64_t> bucket_of;          // parameter -> bucket
-  std::vector<int64_t> placement_of;       // parameter -> index in its bucket's placements
-  Piece piece(int64_t parameter, int rank) const;  // empty range (at the clamped position) when the rank owns nothing of it
-  int64_t shard_elements() const;          // sum of S over buckets
-  int64_t padded_elements() const;         // sum of P over buckets
+  std::vector<BucketPlan> buckets;    // in the order in which they are reduced
+  std::vector<int64_t> bucket_of;     // parameter -> bucket
+  std::vector<int64_t> placement_of;  // parameter -> index in its bucket's placements
+  // An empty range (at the clamped position) when the rank owns nothing of it.
+  Piece piece(int64_t parameter, int rank) const;
+  int64_t shard_elements() const;   // sum of S over buckets
+  int64_t padded_elements() const;  // sum of P over buckets
 };
 
 // Buckets are filled in reverse order of the list (gradients come roughly in that order) up to bucket_bytes of compute
