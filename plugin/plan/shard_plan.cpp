@@ -175,7 +175,7 @@ ShardPlan make_shard_plan(std::vector<ParameterSpec> parameters, int world, int6
 }
 
 uint64_t digest(const ShardPlan& plan) {
-  Fnv fnv(1469598103934665603ull);
+  Fnv fnv(14695981039346656037ull);
   fnv.number(plan.world);
   fnv.number(static_cast<int64_t>(plan.parameters.size()));
   for (const ParameterSpec& spec : plan.parameters) {

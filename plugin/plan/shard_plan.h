@@ -72,6 +72,6 @@ ShardPlan make_shard_plan(std::vector<ParameterSpec> parameters, int world, int6
 
 // FNV-1a (64-bit) over a canonical byte form: equal digests on all ranks before anything moves.
 uint64_t digest(const ShardPlan& plan);
-uint64_t digest(const void* data, int64_t bytes, uint64_t seed = 1469598103934665603ull);
+uint64_t digest(const void* data, int64_t bytes, uint64_t seed = 14695981039346656037ull);
 
 }  // namespace trueshard::plan
