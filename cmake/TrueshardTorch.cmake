@@ -3,7 +3,7 @@
 # find_package(Torch) is not used: it is a fatal error on a CUDA wheel without the CUDA toolkit, and sets no C++ standard.
 # Input: TRUESHARD_TORCH_DIR (the `torch` package folder), or Python3_EXECUTABLE / python3 that can import torch.
 # Output: TRUESHARD_TORCH_DIR, TRUESHARD_TORCH_VERSION ("2.13.0+cpu").
-include_guard(GLOBAL)
+# Also installed, next to trueshardConfig.cmake: it runs once per find_package() and must not mind being run again.
 
 if(NOT TRUESHARD_TORCH_DIR)
   if(NOT Python3_EXECUTABLE)
@@ -19,8 +19,9 @@ if(NOT TRUESHARD_TORCH_DIR)
       "Install it (pip install torch==2.13.0) and pass -DPython3_EXECUTABLE=<that python>, "
       "or pass -DTRUESHARD_TORCH_DIR=<folder of the torch package>.")
   endif()
+  # Only what was found here is kept: a package that brings its own default (trueshardConfig.cmake) may change it later.
+  set(TRUESHARD_TORCH_DIR "${TRUESHARD_TORCH_DIR}" CACHE PATH "The folder of the installed torch package" FORCE)
 endif()
-set(TRUESHARD_TORCH_DIR "${TRUESHARD_TORCH_DIR}" CACHE PATH "The folder of the installed torch package")
 
 set(_trueshard_version_file "${TRUESHARD_TORCH_DIR}/version.py")
 if(NOT EXISTS "${_trueshard_version_file}" OR NOT EXISTS "${TRUESHARD_TORCH_DIR}/lib/libtorch_cpu.so")
@@ -31,7 +32,7 @@ string(REGEX REPLACE ".*['\"]([^'\"]+)['\"].*" "\\1" TRUESHARD_TORCH_VERSION "${
 
 foreach(_library c10 torch_cpu torch)
   if(NOT TARGET trueshard::${_library})
-    add_library(trueshard::${_library} SHARED IMPORTED)
+    add_library(trueshard::${_library} SHARED IMPORTED GLOBAL)
     set_target_properties(trueshard::${_library} PROPERTIES
       IMPORTED_LOCATION "${TRUESHARD_TORCH_DIR}/lib/lib${_library}.so")
   endif()
