@@ -190,6 +190,12 @@ TEST(ShardPlan, AnOversizedParameterStandsAlone) {
   EXPECT_EQ(plan.bucket_of, (std::vector<int64_t>{2, 1, 0, 0}));
 }
 
+TEST(ShardPlan, ABucketIsFullAtItsBytesAndNotOneLater) {
+  const std::vector<ParameterSpec> parameters{{"a", 30, 2, 4}, {"b", 20, 4, 4}};  // 60 + 80 bytes of compute dtype
+  EXPECT_EQ(make_shard_plan(parameters, 3, 140).buckets.size(), 1u);
+  EXPECT_EQ(make_shard_plan(parameters, 3, 139).buckets.size(), 2u);
+}
+
 TEST(ShardPlan, BadInputIsRefusedByName) {
   const std::vector<ParameterSpec> good{{"enc.0.weight", 10, 2, 4}};
   const auto refused = [](auto call, const auto& text) {
