@@ -7,8 +7,7 @@ namespace trueshard::kernels::reference {
 namespace {
 
 struct ElementOutputs {
-  double values[256];
-  bool stored[256] = {};
+  double values[256];  // by output index
 };
 
 // Runs the program on one element. Sums are rounded to the accumulation type after each addition; doubles carry fp32
@@ -26,7 +25,6 @@ void run_program(const SumTreeCall& call, int64_t element, ElementOutputs* outpu
       stack[depth - 1] = call.accumulate_fp64 ? a + b : static_cast<float>(a) + static_cast<float>(b);
     } else {
       outputs->values[step.index] = stack[--depth];
-      outputs->stored[step.index] = true;
     }
   }
 }
@@ -57,8 +55,9 @@ void sum_tree(const SumTreeCall& call) {
       ElementOutputs outputs;
       run_program(call, i, &outputs);
       // All operands of the element have been read: the outputs may lie on top of them.
-      for (int o = 0; o < 256; ++o) {
-        if (!outputs.stored[o]) continue;
+      for (int s = 0; s < call.step_count; ++s) {
+        if (call.steps[s].kind != SumStep::Kind::kStore) continue;
+        const int o = call.steps[s].index;
         const double value = o == 0 ? finish(call, i, outputs.values[o]) : outputs.values[o];
         if (o == 0) squares[i - begin] = value * value;
         store(call.outputs[o], o == 0 ? call.output_dtype : accumulation, i, value);
