@@ -29,9 +29,10 @@ class TRUESHARD_API FullParametersGuard {
 
 using StateDict = torch::OrderedDict<std::string, torch::Tensor>;
 
-// Copies of everything the untouched module would save, under its names: parameters as whole fp32 masters (fp64 for fp64
-// parameters), buffers in their own dtype. Tied parameters appear under each of their names with one tensor. Collective;
-// with rank0_only the other ranks get an empty dictionary. Reduced gradients and optimizer state are untouched.
+// Copies of everything the untouched module would save, under its names: parameters as whole fp32 masters (fp64 for
+// fp64 parameters), buffers in their own dtype. Tied parameters appear under each of their names with one tensor.
+// Collective; with rank0_only the other ranks get an empty dictionary. Reduced gradients and optimizer state are
+// untouched.
 TRUESHARD_API StateDict full_state_dict(ShardedOptimizer& optimizer, bool rank0_only = false);
 
 }  // namespace trueshard

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: loss scaling with one decision for all ranks; semantics and defaults of torch.amp.GradScaler (docs/numerics.md section 4).
-// Invariants: I1 scale, growth count and skip decisions are equal on all ranks. I2 each gradient is divided exactly once, by the
+// Role: loss scaling with one decision for all ranks; semantics and defaults of torch.amp.GradScaler (docs/numerics.md
+// section 4). Invariants: I1 scale, growth count and skip decisions are equal on all ranks. I2 each gradient is divided
+// exactly once, by the
 //             scale its backward used. I3 scale and 1/scale stay finite and positive.
 // Threads: one thread at a time. Errors: c10::Error on all ranks; a failed call alters nothing.
 #pragma once
@@ -21,17 +22,20 @@ struct TRUESHARD_API GradScalerOptions {
 
 class TRUESHARD_API ShardedGradScaler {
  public:
-  explicit ShardedGradScaler(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const GradScalerOptions& options = {});
+  explicit ShardedGradScaler(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                             const GradScalerOptions& options = {});
   ~ShardedGradScaler();
   ShardedGradScaler(const ShardedGradScaler&) = delete;
   ShardedGradScaler& operator=(const ShardedGradScaler&) = delete;
 
-  // loss * scale; fp32 for 16-bit losses. Leaves a mark in the graph, by which the optimizer's gradients know their scale.
+  // loss * scale; fp32 for 16-bit losses. Leaves a mark in the graph, by which the optimizer's gradients know their
+  // scale.
   torch::Tensor scale(const torch::Tensor& loss);
-  // Divides the reduced gradients by the scale their passes used and checks them for inf and NaN. Once per step and optimizer.
-  // Gradients whose loss was not scaled are checked only. Collective.
+  // Divides the reduced gradients by the scale their passes used and checks them for inf and NaN. Once per step and
+  // optimizer. Gradients whose loss was not scaled are checked only. Collective.
   void unscale_(ShardedOptimizer& optimizer);
-  // Unscales if unscale_ was not called, then steps unless any rank found a non-finite gradient. True when the step was taken.
+  // Unscales if unscale_ was not called, then steps unless any rank found a non-finite gradient. True when the step was
+  // taken.
   bool step(ShardedOptimizer& optimizer);
   // Once per iteration, after all optimizers: grows or backs off the scale. Not collective.
   void update();

@@ -38,9 +38,11 @@ struct TRUESHARD_API ShardOptions {
   TORCH_ARG(bool, overlap) = true;
   // The sum over all leaves is divided by this once. Unset: the number of ranks.
   TORCH_ARG(std::optional<double>, gradient_divide_factor);
-  // true: a non-finite gradient on any rank makes step() skip on all ranks (counted in metrics()). false: step() applies what it is given.
+  // true: a non-finite gradient on any rank makes step() skip on all ranks (counted in metrics()). false: step()
+  // applies what it is given.
   TORCH_ARG(bool, skip_nonfinite_steps) = false;
-  // true: 16-bit parameters are stepped in their own dtype, without fp32 masters. The updates of small steps are then lost.
+  // true: 16-bit parameters are stepped in their own dtype, without fp32 masters. The updates of small steps are then
+  // lost.
   TORCH_ARG(bool, low_precision_master) = false;
   // true: vouches that an optimizer which trueshard does not know treats every element by itself.
   TORCH_ARG(bool, assume_elementwise) = false;

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Role: a module as the engine sees it: its parameters and buffers by name, each tensor once, and which of them stay in
+// full precision. Order: that of named_parameters(). A tensor registered under several names appears once, with all
+// names. Errors: c10::Error for parameters that cannot be sharded (not dense, sharing one storage, not floating point),
+// naming them.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include <trueshard/shard_options.h>
+
+namespace torch::nn {
+class Module;
+}
+namespace torch::jit {
+struct Module;
+}
+
+namespace trueshard::engine {
+
+struct NamedTensor {
+  std::string name;
+  std::vector<std::string> other_names;
+  at::Tensor tensor;
+  bool full_precision = false;  // a 16-bit policy leaves it alone
+};
+
+struct ModuleView {
+  std::vector<NamedTensor> parameters;
+  std::vector<NamedTensor> buffers;
+};
+
+ModuleView view_module(torch::nn::Module& module, const MixedPrecisionPolicy& policy);
+ModuleView view_module(torch::jit::Module& module, const MixedPrecisionPolicy& policy);
+// Throws when a parameter cannot be put into flat memory, saying which and what to do.
+void check_shardable(const ModuleView& view);
+
+}  // namespace trueshard::engine

@@ -1,0 +1,491 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Passes and the life of the tree; the exchange of one bucket is in reducer_exchange.cpp.
+#include "plugin/engine/reducer.h"
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/profiler.h>
+
+#include <cstring>
+
+#include "plugin/comm/errors.h"
+#include "plugin/engine/dtypes.h"
+#include "plugin/engine/pass_scale.h"
+
+namespace trueshard::engine {
+
+namespace {
+
+std::string placeholder_text(const Parameter& p) {
+  return "trueshard: the gradient of '" + p.name +
+         "' was reduced away: this rank's part is in the sharded optimizer's param_groups() after finish_reduction(). "
+         "Use trueshard::clip_grad_norm_, ShardedGradScaler and ShardedOptimizer::zero_grad() instead of local ones";
+}
+std::string shard_placeholder_text(const Parameter& p) {
+  return "trueshard: the gradient of the shard of '" + p.name +
+         "' is still being reduced: call ShardedOptimizer::finish_reduction() before reading it, and zero through "
+         "ShardedOptimizer::zero_grad()";
+}
+
+}  // namespace
+
+Reducer::Reducer(std::shared_ptr<ShardedModel> model, std::vector<at::Tensor> shards)
+    : model_(std::move(model)), shards_(std::move(shards)), tracker_(BackwardTracker::of(model_->transport())) {
+  const auto count = static_cast<size_t>(model_->size());
+  gradients_.resize(count);
+  placeholders_.resize(count);
+  shard_placeholders_.resize(count);
+  shown_.resize(count);
+  deferred_.resize(count);
+  has_gradient_.assign(count, false);
+  placeholder_set_.assign(count, false);
+  shard_gradient_set_.assign(count, false);
+  gradient_versions_.assign(count, 0);
+  expected_.assign(count, 1);
+  size_t record_bytes = 0;
+  for (int64_t b = 0; b < static_cast<int64_t>(model_->plan().buckets.size()); ++b) {
+    sums_.emplace_back(*model_, b);
+    record_bytes = std::max(record_bytes, model_->plan().buckets[b].placements.size());
+  }
+  record_.block_squares.resize(model_->norm_plan().runs(model_->rank()).size());
+  record_.cut_elements.resize(model_->norm_plan().cuts(model_->rank()).size());
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    const auto& parameter = model_->parameters()[p];
+    if (!shards_[p].defined()) continue;
+    gradients_[p] =
+        model_->flat_tensor_over(model_->gradient(p), model_->owned(p, model_->rank()).size(), parameter.master_dtype);
+    placeholders_[p] = make_placeholder(parameter.tensor, placeholder_text(parameter));
+    shard_placeholders_[p] = make_placeholder(gradients_[p], shard_placeholder_text(parameter));
+  }
+  lay_out_areas();
+  channel_ = std::make_unique<comm::Channel>(
+      model_->transport(), model_->name(),
+      comm::ChannelOptions{sizeof(MessageHeader) + record_bytes, static_cast<int>(area_count_) + 4});
+  hooks_ = std::make_unique<GradientHooks>(this);
+  tracker_->add(this);
+  install_hooks();
+}
+
+Reducer::~Reducer() { tracker_->remove(this); }
+
+std::string Reducer::me() const {
+  return "trueshard[rank " + std::to_string(model_->rank()) + "/" + std::to_string(model_->world()) + "]";
+}
+
+void Reducer::install_hooks() {
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (shards_[p].defined()) hooks_->install(p, model_->parameters()[p].tensor);
+  }
+}
+
+bool Reducer::is_frozen(int64_t parameter) const {
+  return !shards_[parameter].defined() || !model_->parameters()[parameter].tensor.requires_grad();
+}
+
+void Reducer::throw_if_broken() const { TORCH_CHECK(broken_.empty(), broken_); }
+
+void Reducer::note_error(const std::string& text) {
+  if (local_error_.empty()) local_error_ = text;
+}
+
+// ---- hooks ---------------------------------------------------------------------------------------------------------
+
+void Reducer::before_accumulate(int64_t parameter) {
+  throw_if_broken();
+  if (tracker_->enter(this)) begin_pass(no_sync_ > 0);
+  if (placeholder_set_[parameter]) {
+    placeholder_set_[parameter] = false;
+    model_->parameters()[parameter].tensor.mutable_grad() = at::Tensor();
+  }
+}
+
+void Reducer::after_accumulate(int64_t parameter) {
+  if (!pass_) return;  // a hook of an accumulator that was not ours when the backward began
+  auto& pass = *pass_;
+  const int count = ++pass.contributions[parameter];
+  if (pass.deferred || !pass.overlapped) return;
+  const int64_t bucket = model_->plan().bucket_of[parameter];
+  if (bucket < pass.next_post) {
+    note_error("a gradient of '" + model_->parameters()[parameter].name +
+               "' came after its bucket had left (contribution " + std::to_string(count) + " of this pass, " +
+               std::to_string(expected_[parameter]) +
+               " were expected from earlier passes); use ShardOptions().overlap(false) for modules whose use changes "
+               "from pass to pass");
+    return;
+  }
+  if (count != expected_[parameter]) {
+    if (count > expected_[parameter] && (pass.leaf[parameter] & kCopied))
+      copy_leaf(bucket, model_->plan().placement_of[parameter]);
+    return;
+  }
+  --pass.missing[bucket];
+  advance(/*may_wait=*/tracker_->members() == 1);
+}
+
+// ---- passes --------------------------------------------------------------------------------------------------------
+
+void Reducer::notice_changes() {
+  install_hooks();
+  bool any_left = false, any_zeroed = false;
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!shards_[p].defined()) continue;
+    if (!detect_zeroed(p)) {
+      any_left |= placeholder_set_[p] || shard_gradient_set_[p];
+      continue;
+    }
+    any_zeroed = true;
+  }
+  if (!any_zeroed) return;
+  if (!any_left && !pass_) return zero();
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!shards_[p].defined() || !detect_zeroed(p)) continue;
+    sums_[model_->plan().bucket_of[p]].drop(model_->plan().placement_of[p]);
+    deferred_[p] = at::Tensor();
+    placeholder_set_[p] = shard_gradient_set_[p] = has_gradient_[p] = false;
+    shards_[p].mutable_grad() = at::Tensor();
+    model_->parameters()[p].tensor.mutable_grad() = at::Tensor();
+    if (pass_) pass_->zeroed[p] = 1;
+  }
+  record_.valid = false;
+}
+
+bool Reducer::detect_zeroed(int64_t parameter) const {
+  return (placeholder_set_[parameter] && !model_->parameters()[parameter].tensor.grad().defined()) ||
+         (shard_gradient_set_[parameter] && !shards_[parameter].grad().defined());
+}
+
+void Reducer::begin_pass(bool deferred) {
+  const auto count = static_cast<size_t>(model_->size());
+  notice_changes();
+  Pass pass;
+  pass.deferred = deferred;
+  pass.overlapped = learnt_ && model_->options().overlap();
+  pass.scale = current_pass_scale();
+  pass.contributions.assign(count, 0);
+  pass.leaf.assign(count, 0);
+  pass.zeroed.assign(count, 0);
+  pass.posted.assign(sums_.size(), 0);
+  pass.first_area = area_cursor_;
+  for (const auto& bucket : model_->plan().buckets) {
+    int missing = 0;
+    for (const auto& placement : bucket.placements) missing += is_frozen(placement.parameter) ? 0 : 1;
+    pass.missing.push_back(missing);
+  }
+  finished_ = false;
+  record_.valid = false;
+  pass_ = std::move(pass);
+}
+
+void Reducer::end_pass() {
+  if (!pass_) return;
+  if (pass_->deferred) return end_deferred_pass();
+  end_synchronised_pass();
+}
+
+void Reducer::abandon_pass() {
+  if (!pass_) return;
+  pass_->abandoned = true;
+  if (pass_->deferred) {
+    taint_ =
+        me() + " backward: a pass under NoSyncGuard was left by an exception; call zero_grad() and run the step again";
+    note_error(taint_);
+    pass_.reset();
+    return;
+  }
+  note_error("a backward pass was left by an exception");
+  try {
+    end_synchronised_pass();
+  } catch (const std::exception& error) {
+    if (taint_.empty()) taint_ = comm::text_of(error);
+  }
+}
+
+void Reducer::empty_pass() {
+  throw_if_broken();
+  tracker_->close_abandoned();
+  TORCH_CHECK(!pass_, me(), " empty_pass: a backward pass is running; call it between passes");
+  begin_pass(/*deferred=*/false);
+  pass_->overlapped = false;
+  end_synchronised_pass();
+}
+
+void Reducer::end_deferred_pass() {
+  auto pass = std::move(*pass_);
+  pass_.reset();
+  if (deferred_scale_ >= 0 && deferred_scale_ != pass.scale) {
+    note_error("passes under one NoSyncGuard used the loss scales " + std::to_string(deferred_scale_) + " and " +
+               std::to_string(pass.scale) +
+               " (0: not scaled); scale every loss of a step with the same ShardedGradScaler and update() after it");
+  }
+  deferred_scale_ = pass.scale;
+  ++deferred_passes_;
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (pass.contributions[p] == 0) continue;
+    auto leaf = take_leaf(p);
+    if (!leaf.defined()) continue;
+    auto wide = leaf.to(model_->parameters()[p].master_dtype);
+    if (deferred_[p].defined()) {
+      deferred_[p].add_(wide);
+    } else {
+      deferred_[p] = std::move(wide);
+    }
+    place_placeholder(p);
+  }
+}
+
+void Reducer::end_synchronised_pass() {
+  RECORD_FUNCTION("trueshard::reduce_gradients", std::vector<c10::IValue>());
+  auto& pass = *pass_;
+  try {
+    if (deferred_scale_ >= 0 && deferred_scale_ != pass.scale && !pass.abandoned) {
+      note_error("the pass that ends a NoSyncGuard used the loss scale " + std::to_string(pass.scale) +
+                 ", the passes inside " + std::to_string(deferred_scale_) +
+                 " (0: not scaled); scale every loss of a step with the same ShardedGradScaler");
+    }
+    const int64_t buckets = static_cast<int64_t>(sums_.size());
+    pass.missing.assign(sums_.size(), 0);  // whatever has not come does not come any more
+    while (pass.next_sum < buckets) {
+      advance(/*may_wait=*/true);
+      if (pass.next_sum < buckets) sum_bucket(pass.next_sum);
+    }
+  } catch (const c10::DistBackendError& error) {
+    pass_.reset();
+    broken_ = comm::text_of(error);
+    throw;
+  }
+  if (!pass.abandoned) {
+    for (size_t p = 0; p < expected_.size(); ++p) expected_[p] = std::max(expected_[p], pass.contributions[p]);
+    learnt_ = true;
+  }
+  if (tree_scale_ < 0) tree_scale_ = pass.scale;
+  area_cursor_ = (pass.first_area + static_cast<int64_t>(sums_.size())) % area_count_;
+  pass_.reset();
+  ++passes_;
+  deferred_passes_ = 0;
+  deferred_scale_ = -1;
+  if (error_told_) local_error_.clear();
+  error_told_ = false;
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!shards_[p].defined() || shard_gradient_set_[p]) continue;
+    const auto& sums = sums_[model_->plan().bucket_of[p]];
+    if (!sums.has_sum(model_->plan().placement_of[p])) continue;
+    shards_[p].mutable_grad() = shard_placeholders_[p];
+    shard_gradient_set_[p] = true;
+  }
+  TORCH_CHECK(taint_.empty(), taint_);
+}
+
+// ---- finish and zero -----------------------------------------------------------------------------------------------
+
+uint64_t Reducer::meet(const comm::Fingerprint& fingerprint, const MessageHeader& header) {
+  throw_if_broken();
+  try {
+    const uint64_t seq = channel_->post(fingerprint, &header, sizeof header);
+    channel_->wait_all_posted(seq);
+    return seq;
+  } catch (const c10::DistBackendError& error) {
+    broken_ = comm::text_of(error) +
+              " (ranks must make the same calls; if they ran different numbers of backward passes, let those with less "
+              "data call empty_pass(). "
+              "The weights are unchanged; this optimizer can not go on: make it anew)";
+    comm::throw_backend_error(broken_);
+  }
+}
+
+void Reducer::check_headers(uint64_t seq, const char* where) {
+  const std::string head = me() + " " + where + ": ";
+  MessageHeader first;
+  std::memcpy(&first, channel_->record(0, seq), sizeof first);
+  for (int r = 0; r < model_->world(); ++r) {
+    MessageHeader header;
+    std::memcpy(&header, channel_->record(r, seq), sizeof header);
+    if (taint_.empty() && header.tainted) {
+      taint_ = head + "rank " + std::to_string(r) + ": " + header.error +
+               "; no weight has changed; call zero_grad() and run the step again";
+    }
+    if (taint_.empty() && header.scale != first.scale) {
+      taint_ = head + "loss scales differ: rank 0 used " + std::to_string(first.scale) + ", rank " + std::to_string(r) +
+               " used " + std::to_string(header.scale) +
+               " (0: not scaled); scale every loss with the same ShardedGradScaler on all ranks";
+    }
+    if (taint_.empty() && header.deferred != first.deferred) {
+      taint_ = head + "ranks deferred different numbers of passes: rank 0 " + std::to_string(first.deferred) +
+               ", rank " + std::to_string(r) + " " + std::to_string(header.deferred) +
+               "; use NoSyncGuard around the same passes on all ranks";
+    }
+    if (taint_.empty() && header.digest != first.digest) {
+      taint_ =
+          head +
+          "parameters were changed outside the optimizer on some ranks only, or to different values (rank 0 and rank " +
+          std::to_string(r) + " differ); make the same change on all ranks, or use FullParametersGuard and broadcast()";
+    }
+  }
+}
+
+void Reducer::finish(uint64_t digest) {
+  throw_if_broken();
+  tracker_->close_abandoned();
+  TORCH_CHECK(!pass_, me(),
+              " finish_reduction: a backward pass is still running; call it after backward() has returned");
+  notice_changes();
+  for (int64_t p = 0; p < model_->size(); ++p) {  // parameters that became trainable after the forward have no hook yet
+    const auto& tensor = model_->parameters()[p].tensor;
+    if (!shards_[p].defined() || placeholder_set_[p] || !tensor.grad().defined() || is_frozen(p)) continue;
+    begin_pass(/*deferred=*/false);
+    pass_->overlapped = false;
+    end_synchronised_pass();
+    break;
+  }
+  if (finished_ && digest == 0) return;
+  RECORD_FUNCTION("trueshard::finish_reduction", std::vector<c10::IValue>());
+  MessageHeader header;
+  header.scale = tree_scale_ < 0 ? 0 : tree_scale_;
+  header.deferred = deferred_passes_;
+  header.digest = digest;
+  header.tainted = !local_error_.empty();
+  std::strncpy(header.error, local_error_.c_str(), sizeof header.error - 1);
+  auto fingerprint = comm::Fingerprint::of("finish reduction");
+  fingerprint.pass = static_cast<uint32_t>(passes_);
+  const uint64_t seq = meet(fingerprint, header);
+  check_headers(seq, "finish_reduction");
+  done(seq);
+  TORCH_CHECK(taint_.empty(), taint_);
+  TORCH_CHECK(deferred_passes_ == 0, me(), " finish_reduction: the last ", deferred_passes_,
+              " backward passes ran under NoSyncGuard and were not synchronised; run the last pass of a step outside "
+              "the guard (or zero_grad())");
+  if (finished_) return;
+  const double divisor = model_->options().gradient_divide_factor().value_or(static_cast<double>(model_->world()));
+  record_.nonfinite = false;
+  for (auto& sums : sums_) sums.finish(divisor, record_);
+  record_.valid = true;
+  if (passes_ > 0) scale_ = header.scale;
+  passes_ = 0;
+  tree_scale_ = -1;
+  if (model_->replicated() && model_->world() > 1) gather_gradients();
+  show_gradients();
+  finished_ = true;
+}
+
+void Reducer::show_gradients() {
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!shards_[p].defined()) continue;
+    has_gradient_[p] = sums_[model_->plan().bucket_of[p]].base(model_->plan().placement_of[p]);
+    if (!has_gradient_[p]) continue;
+    shards_[p].mutable_grad() = shown_[p] = gradients_[p];
+    shard_gradient_set_[p] = true;
+    gradient_versions_[p] = gradients_[p]._version();
+  }
+}
+
+void Reducer::hide_gradients(const std::vector<at::Tensor>& stand_ins) {
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (has_gradient_[p]) shards_[p].mutable_grad() = shown_[p] = stand_ins[p];
+  }
+}
+
+void Reducer::done_and_wait(uint64_t seq) {
+  channel_->done_reading(seq);
+  channel_->wait_all_read(seq);
+}
+
+bool Reducer::has_base() const {
+  for (const auto& sums : sums_) {
+    if (sums.any_base()) return true;
+  }
+  return false;
+}
+
+bool Reducer::agree_any(const char* operation, bool flag) {
+  MessageHeader header;
+  header.flag = flag;
+  const uint64_t seq = meet(comm::Fingerprint::of(operation), header);
+  bool any = false;
+  for (int r = 0; r < model_->world(); ++r) {
+    std::memcpy(&header, channel_->record(r, seq), sizeof header);
+    any |= header.flag != 0;
+  }
+  done(seq);
+  return any;
+}
+
+void Reducer::reshow_gradients() {
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (has_gradient_[p] && shards_[p].grad().is_same(shown_[p])) shards_[p].mutable_grad() = shown_[p] = gradients_[p];
+  }
+}
+
+bool Reducer::any_gradient() const {
+  return std::find(has_gradient_.begin(), has_gradient_.end(), true) != has_gradient_.end();
+}
+
+bool Reducer::gradients_are_ours() const {
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!has_gradient_[p]) continue;
+    if (!shards_[p].grad().is_same(shown_[p]) || gradients_[p]._version() != gradient_versions_[p]) return false;
+  }
+  return true;
+}
+
+bool Reducer::record_is_current() const { return record_.valid && gradients_are_ours(); }
+
+void Reducer::zero() {
+  throw_if_broken();
+  tracker_->close_abandoned();
+  TORCH_CHECK(!pass_, me(), " zero_grad: a backward pass is still running; call it after backward() has returned");
+  for (auto& sums : sums_) sums.clear();
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!shards_[p].defined()) continue;
+    sums_[model_->plan().bucket_of[p]].set_base(model_->plan().placement_of[p], false);
+    shards_[p].mutable_grad() = at::Tensor();
+    model_->parameters()[p].tensor.mutable_grad() = at::Tensor();
+    deferred_[p] = at::Tensor();
+    placeholder_set_[p] = shard_gradient_set_[p] = has_gradient_[p] = false;
+  }
+  passes_ = 0;
+  deferred_passes_ = 0;
+  deferred_scale_ = tree_scale_ = -1;
+  scale_ = 0;
+  finished_ = false;
+  record_.valid = false;
+  taint_.clear();
+  local_error_.clear();
+  install_hooks();
+}
+
+void Reducer::zero_in_place() {
+  throw_if_broken();
+  tracker_->close_abandoned();
+  notice_changes();
+  std::vector<bool> exists(static_cast<size_t>(model_->size()), false);
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!shards_[p].defined()) continue;
+    const int64_t bucket = model_->plan().bucket_of[p], placement = model_->plan().placement_of[p];
+    exists[p] = has_gradient_[p] || sums_[bucket].has_sum(placement);
+  }
+  zero();
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!exists[p]) continue;
+    std::memset(model_->gradient(p), 0, static_cast<size_t>(gradients_[p].nbytes()));
+    sums_[model_->plan().bucket_of[p]].set_base(model_->plan().placement_of[p], true);
+    place_placeholder(p);
+  }
+  show_gradients();
+}
+
+void Reducer::place_placeholder(int64_t parameter) {
+  model_->parameters()[parameter].tensor.mutable_grad() = placeholders_[parameter];
+  placeholder_set_[parameter] = true;
+}
+
+int64_t Reducer::deferred_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& tensor : deferred_) bytes += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+  return bytes;
+}
+int64_t Reducer::partial_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& sums : sums_) bytes += sums.extra_bytes();
+  return bytes;
+}
+
+}  // namespace trueshard::engine

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "plugin/engine/sharded_model.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+
+#include <cstring>
+#include <sstream>
+
+#include "plugin/engine/dtypes.h"
+#include "plugin/engine/parallel.h"
+
+namespace trueshard::engine {
+
+namespace {
+
+constexpr size_t kAlignment = 64;  // bytes
+size_t aligned(int64_t bytes) { return (static_cast<size_t>(bytes) + kAlignment - 1) / kAlignment * kAlignment; }
+
+plan::ShardPlan make_plan(const std::vector<Parameter>& parameters, int world, int64_t bucket_bytes) {
+  std::vector<plan::ParameterSpec> specs;
+  for (const auto& p : parameters) {
+    specs.push_back({p.name, p.numel, static_cast<int64_t>(c10::elementSize(p.compute_dtype)),
+                     static_cast<int64_t>(c10::elementSize(p.master_dtype))});
+  }
+  return plan::make_shard_plan(std::move(specs), world, bucket_bytes);
+}
+
+std::vector<Parameter> make_parameters(const ModuleView& view, const std::vector<int>& groups,
+                                       const ShardOptions& options) {
+  std::vector<Parameter> parameters;
+  const auto wanted = options.mp_policy().param_dtype();
+  for (size_t i = 0; i < view.parameters.size(); ++i) {
+    const auto& named = view.parameters[i];
+    Parameter p;
+    p.name = named.name;
+    p.other_names = named.other_names;
+    p.tensor = named.tensor;
+    p.numel = named.tensor.numel();
+    p.group = groups[i];
+    const auto dtype = named.tensor.scalar_type();
+    p.master_dtype = master_dtype_of(dtype);
+    p.compute_dtype = wanted && !named.full_precision && dtype != c10::kDouble ? *wanted : dtype;
+    p.low_precision_master = options.low_precision_master() && is_16bit(dtype);
+    if (p.low_precision_master) p.compute_dtype = dtype;
+    parameters.push_back(std::move(p));
+  }
+  return parameters;
+}
+
+}  // namespace
+
+ShardedModel::ShardedModel(std::shared_ptr<comm::Transport> transport, const std::string& name, const ModuleView& view,
+                           const std::vector<int>& groups, const ShardOptions& options)
+    : transport_(std::move(transport)),
+      name_(name),
+      options_(options),
+      parameters_(make_parameters(view, groups, options)),
+      buffers_(view.buffers),
+      plan_(make_plan(parameters_, transport_->size(), options.bucket_bytes())),
+      norm_plan_(plan_) {
+  plan_memory(view, groups);
+  allocate_memory();
+  fill_memory();
+}
+
+ShardedModel::~ShardedModel() {
+  // The regions go away with this object (other holders of the tensors keep them alive): hand every parameter a copy of
+  // its own.
+  for (int64_t i = 0; i < size(); ++i) {
+    auto& p = parameters_[i];
+    if (p.numel == 0 || !attached(i)) continue;
+    try {
+      const size_t bytes = static_cast<size_t>(p.numel * compute_itemsize(i));
+      auto memory = c10::GetAllocator(c10::kCPU)->allocate(bytes);
+      std::memcpy(memory.get(), compute(i, rank()), bytes);
+      attach_to(i, std::move(memory), p.compute_dtype);
+    } catch (const std::exception&) {
+      // Out of memory: the tensor keeps the region alive instead (attach() gave it a reference).
+    }
+  }
+}
+
+void ShardedModel::plan_memory(const ModuleView&, const std::vector<int>&) {
+  master_offsets_.assign(world(), std::vector<size_t>(parameters_.size(), 0));
+  master_bytes_.assign(world(), 0);
+  gradient_offsets_.assign(parameters_.size(), 0);
+  size_t gradient_bytes = 0;
+  for (const auto& bucket : plan_.buckets) {
+    for (const auto& placement : bucket.placements) {
+      auto& p = parameters_[placement.parameter];
+      p.compute_offset = compute_bytes_;
+      compute_bytes_ += aligned(p.numel * compute_itemsize(placement.parameter));
+      for (int r = 0; r < world(); ++r) {
+        master_offsets_[r][placement.parameter] = master_bytes_[r];
+        if (!p.master_in_compute())
+          master_bytes_[r] += aligned(owned(placement.parameter, r).size() * master_itemsize(placement.parameter));
+      }
+      const int64_t start = replicated() ? placement.offset : plan_.piece(placement.parameter, rank()).shard_offset;
+      gradient_offsets_[placement.parameter] = gradient_bytes + static_cast<size_t>(start * bucket.master_itemsize);
+    }
+    gradient_bytes += static_cast<size_t>((replicated() ? bucket.padded : bucket.shard) * bucket.master_itemsize);
+  }
+  gradient_bytes_ = gradient_bytes;
+}
+
+void ShardedModel::allocate_memory() {
+  compute_region_ = transport_->allocate(name_ + "/parameters", compute_bytes_);
+  master_region_ = transport_->allocate(name_ + "/masters", master_bytes_[rank()]);
+  gradient_region_ = transport_->allocate(name_ + "/gradients", gradient_bytes_);
+}
+
+void ShardedModel::fill_memory() {
+  for (int64_t i = 0; i < size(); ++i) {
+    auto& p = parameters_[i];
+    if (p.numel > 0) {
+      const auto dtype = p.tensor.scalar_type();
+      const auto* values = static_cast<const std::byte*>(p.tensor.const_data_ptr());
+      const auto& cast = kernels::kernels().cast;
+      cast(values, kernel_dtype(dtype), compute(i, rank()), kernel_dtype(p.compute_dtype), p.numel);
+      const auto range = owned(i, rank());
+      if (!p.master_in_compute() && !range.empty()) {
+        cast(values + range.begin * static_cast<int64_t>(c10::elementSize(dtype)), kernel_dtype(dtype),
+             master(i, rank()), kernel_dtype(p.master_dtype), range.size());
+      }
+    }
+    attach(i);
+    p.version = p.tensor._version();
+  }
+}
+
+plan::Range ShardedModel::owned(int64_t parameter, int rank) const {
+  return replicated() ? plan::Range{0, parameters_[parameter].numel} : piece(parameter, rank);
+}
+std::byte* ShardedModel::compute(int64_t parameter, int rank) const {
+  return compute_region_->data(rank) + parameters_[parameter].compute_offset;
+}
+std::byte* ShardedModel::master(int64_t parameter, int rank) const {
+  if (parameters_[parameter].master_in_compute()) {
+    return compute(parameter, rank) + owned(parameter, rank).begin * compute_itemsize(parameter);
+  }
+  return master_region_->data(rank) + master_offsets_[rank][parameter];
+}
+std::byte* ShardedModel::gradient(int64_t parameter) const {
+  return gradient_region_->data(rank()) + gradient_offsets_[parameter];
+}
+std::byte* ShardedModel::peer_gradient(int64_t parameter, int rank) const {
+  return gradient_region_->data(rank) + gradient_offsets_[parameter];
+}
+int64_t ShardedModel::master_itemsize(int64_t parameter) const {
+  return static_cast<int64_t>(c10::elementSize(parameters_[parameter].master_dtype));
+}
+int64_t ShardedModel::compute_itemsize(int64_t parameter) const {
+  return static_cast<int64_t>(c10::elementSize(parameters_[parameter].compute_dtype));
+}
+
+at::Tensor ShardedModel::tensor_over(std::byte* data, at::IntArrayRef sizes, at::IntArrayRef strides,
+                                     c10::ScalarType dtype) const {
+  auto keep = std::make_shared<std::array<std::shared_ptr<comm::Region>, 3>>(
+      std::array{compute_region_, master_region_, gradient_region_});
+  return at::from_blob(
+      data, sizes, strides, [keep](void*) {}, at::TensorOptions().dtype(dtype));
+}
+at::Tensor ShardedModel::flat_tensor_over(std::byte* data, int64_t count, c10::ScalarType dtype) const {
+  return tensor_over(data, {count}, {1}, dtype);
+}
+
+void ShardedModel::attach_to(int64_t parameter, at::DataPtr data, c10::ScalarType dtype) {
+  auto& tensor = parameters_[parameter].tensor;
+  auto* impl = tensor.unsafeGetTensorImpl();
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(static_cast<size_t>(parameters_[parameter].numel) * c10::elementSize(dtype));
+  storage->set_resizable(false);
+  if (impl->dtype() != c10::scalarTypeToTypeMeta(dtype))
+    impl->set_storage_and_dtype(tensor.storage(), c10::scalarTypeToTypeMeta(dtype));
+}
+
+void ShardedModel::attach(int64_t parameter) {
+  using Keep = std::shared_ptr<comm::Region>;
+  auto* keep = new Keep(compute_region_);
+  at::DataPtr data(
+      compute(parameter, rank()), keep, [](void* context) { delete static_cast<Keep*>(context); },
+      c10::Device(c10::kCPU));
+  attach_to(parameter, std::move(data), parameters_[parameter].compute_dtype);
+}
+
+bool ShardedModel::attached(int64_t parameter) const {
+  const auto& p = parameters_[parameter];
+  return p.tensor.scalar_type() == p.compute_dtype && p.tensor.numel() == p.numel && p.tensor.storage_offset() == 0 &&
+         p.tensor.storage().unsafeGetStorageImpl()->data_ptr().get() == compute(parameter, rank());
+}
+
+void ShardedModel::round_to_compute(int64_t parameter) {
+  const auto& p = parameters_[parameter];
+  const auto range = owned(parameter, rank());
+  if (p.master_in_compute() || range.empty()) return;
+  const auto in = kernel_dtype(p.master_dtype), out = kernel_dtype(p.compute_dtype);
+  const std::byte* from = master(parameter, rank());
+  std::byte* to = compute(parameter, rank()) + range.begin * compute_itemsize(parameter);
+  for_blocks(range.size(), [&](int64_t begin, int64_t end) {
+    kernels::kernels().cast(from + begin * kernels::itemsize(in), in, to + begin * kernels::itemsize(out), out,
+                            end - begin);
+  });
+}
+
+void ShardedModel::widen_to_master(int64_t parameter) {
+  const auto& p = parameters_[parameter];
+  const auto range = owned(parameter, rank());
+  if (p.master_in_compute() || range.empty()) return;
+  kernels::kernels().cast(compute(parameter, rank()) + range.begin * compute_itemsize(parameter),
+                          kernel_dtype(p.compute_dtype), master(parameter, rank()), kernel_dtype(p.master_dtype),
+                          range.size());
+}
+
+MemoryMetrics ShardedModel::memory() const {
+  MemoryMetrics memory;
+  memory.parameters = static_cast<int64_t>(compute_bytes_);
+  memory.masters = static_cast<int64_t>(master_bytes_[rank()]);
+  memory.gradients = static_cast<int64_t>(gradient_bytes_);
+  return memory;
+}
+
+std::string describe_upcast(const ShardedModel& model) {
+  int64_t count = 0, elements = 0;
+  std::string first;
+  for (const auto& p : model.parameters()) {
+    if (!is_16bit(p.compute_dtype) || p.low_precision_master || model.options().mp_policy().param_dtype()) continue;
+    if (count++ == 0) first = p.name;
+    elements += p.numel;
+  }
+  if (count == 0) return {};
+  std::ostringstream text;
+  text << "trueshard: " << count << " parameters are 16-bit (first: '" << first << "', " << elements
+       << " elements in all); they get fp32 masters, which cost " << 4 * elements << " bytes over all ranks"
+       << (model.replicated() ? " on each rank" : "") << ". ShardOptions().low_precision_master(true) trains without.";
+  return text.str();
+}
+
+}  // namespace trueshard::engine

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Role: the memory of a sharded module: where each parameter's compute copy, master and reduced gradient lie, on this
+// rank and on every other. Parameters keep their TensorImpl and StorageImpl; only what the storage points to, and its
+// dtype, change. Vocabulary: whole: all elements; piece: the elements of a parameter that this rank reduces; owned:
+// those it steps (the piece, or everything when replicated). Invariants: I1 compute copies and masters lie in regions
+// that peers read in place. I2 each parameter starts on 64 bytes.
+//             I3 a master of the same dtype as the compute copy is part of it. I4 padding is never read as a gradient.
+// Shapes: offsets in elements unless a name says bytes. Threads: immutable after construction, except the memory
+// itself. Errors: c10::Error from the constructor.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <trueshard/metrics.h>
+#include <trueshard/shard_options.h>
+
+#include "plugin/comm/transport.h"
+#include "plugin/engine/module_view.h"
+#include "plugin/plan/norm_plan.h"
+#include "plugin/plan/shard_plan.h"
+
+namespace trueshard::engine {
+
+struct Parameter {
+  std::string name;
+  std::vector<std::string> other_names;
+  at::Tensor tensor;  // the user's
+  c10::ScalarType compute_dtype;
+  c10::ScalarType master_dtype;  // of sums, state and master (fp32 or fp64)
+  int64_t numel = 0;
+  int group = -1;                     // optimizer group; -1: the optimizer does not have it, it counts as frozen
+  bool low_precision_master = false;  // stepped in the compute dtype
+  size_t compute_offset = 0;          // bytes, the same on all ranks
+  int64_t version = 0;                // the tensor's version when it last agreed with its master
+  bool master_in_compute() const { return compute_dtype == master_dtype || low_precision_master; }
+};
+
+class ShardedModel {
+ public:
+  // `groups[i]`: optimizer group of view.parameters[i] or -1. Collective. Copies this rank's values (which must be
+  // equal on all ranks).
+  ShardedModel(std::shared_ptr<comm::Transport> transport, const std::string& name, const ModuleView& view,
+               const std::vector<int>& groups, const ShardOptions& options);
+  ~ShardedModel();  // gives every parameter memory of its own again
+
+  const std::shared_ptr<comm::Transport>& transport() const { return transport_; }
+  const std::string& name() const { return name_; }
+  int rank() const { return transport_->rank(); }
+  int world() const { return transport_->size(); }
+  bool replicated() const { return options_.stage() == Stage::Replicated; }
+  const ShardOptions& options() const { return options_; }
+  const plan::ShardPlan& plan() const { return plan_; }
+  const plan::NormPlan& norm_plan() const { return norm_plan_; }
+  std::vector<Parameter>& parameters() { return parameters_; }
+  const std::vector<Parameter>& parameters() const { return parameters_; }
+  const std::vector<NamedTensor>& buffers() const { return buffers_; }
+  int64_t size() const { return static_cast<int64_t>(parameters_.size()); }
+
+  plan::Range piece(int64_t parameter, int rank) const { return plan_.piece(parameter, rank).in_parameter; }
+  plan::Range owned(int64_t parameter, int rank) const;
+  std::byte* compute(int64_t parameter, int rank) const;        // whole
+  std::byte* master(int64_t parameter, int rank) const;         // of owned(parameter, rank)
+  std::byte* gradient(int64_t parameter) const;                 // of owned(parameter, this rank)
+  std::byte* peer_gradient(int64_t parameter, int rank) const;  // replicated only
+  int64_t master_itemsize(int64_t parameter) const;
+  int64_t compute_itemsize(int64_t parameter) const;
+  // A plain tensor (not a view) over memory of this model, which it keeps alive.
+  at::Tensor tensor_over(std::byte* data, at::IntArrayRef sizes, at::IntArrayRef strides, c10::ScalarType dtype) const;
+  at::Tensor flat_tensor_over(std::byte* data, int64_t count, c10::ScalarType dtype) const;
+
+  // Points the user's tensor at the compute copy (again), with its dtype.
+  void attach(int64_t parameter);
+  // Points it at other memory of the given dtype (whole parameter, the tensor's strides).
+  void attach_to(int64_t parameter, at::DataPtr data, c10::ScalarType dtype);
+  bool attached(int64_t parameter) const;  // the tensor still shows the compute copy, in its dtype
+  // compute copy of elements [range) of the parameter = rounding of this rank's master; nothing to do when the master
+  // is part of it.
+  void round_to_compute(int64_t parameter);
+  // master of owned = exact widening of the compute copy.
+  void widen_to_master(int64_t parameter);
+  MemoryMetrics memory() const;  // parameters, masters, gradients
+
+ private:
+  void plan_memory(const ModuleView& view, const std::vector<int>& groups);
+  void allocate_memory();
+  void fill_memory();
+
+  std::shared_ptr<comm::Transport> transport_;
+  std::string name_;
+  ShardOptions options_;
+  std::vector<Parameter> parameters_;
+  std::vector<NamedTensor> buffers_;
+  plan::ShardPlan plan_;
+  plan::NormPlan norm_plan_;
+  std::vector<std::vector<size_t>> master_offsets_;  // [rank][parameter], bytes in the master region
+  std::vector<size_t> gradient_offsets_;             // [parameter], bytes; replicated: the same on all ranks
+  size_t compute_bytes_ = 0, gradient_bytes_ = 0;
+  std::vector<size_t> master_bytes_;  // [rank]
+  std::shared_ptr<comm::Region> compute_region_, master_region_, gradient_region_;
+};
+
+// The log line about a 16-bit model that gets fp32 masters; empty when there is nothing to say.
+std::string describe_upcast(const ShardedModel& model);
+
+}  // namespace trueshard::engine
