@@ -4,7 +4,9 @@
 // rank says separately up to which number it has finished reading, so that a slot can be used again.
 // Invariants: I1 all ranks post the same sequence 1, 2, 3, ... I2 a message may be read from wait_posted(peer, seq) until this
 //             rank's done_reading(seq). I3 a rank may reuse what message seq pointed at after wait_all_read(seq).
-//             I4 fingerprints that differ are an error on all ranks, with the differing fields only.
+//             I4 fingerprints that differ are an error on all ranks, with the differing fields only. The message then
+//             counts as read, and where every rank got the error (each compared with all peers: wait_all_posted)
+//             the channel goes on with the next message. Any other error marks the group failed.
 // Threads: one thread at a time per channel; different channels are independent. Errors: c10::DistBackendError; every wait
 // ends within the group's timeout, a dead peer ends it within a second.
 #pragma once
@@ -39,6 +41,7 @@ static_assert(std::is_trivially_copyable_v<Fingerprint>);
 struct ChannelOptions {
   size_t record_bytes = 0;  // largest record a message carries, the same on all ranks
   int depth = 4;            // messages in flight: post(seq) first waits until everybody has read seq - depth
+  bool trace = true;        // one trace line per message, from post to done_reading
 };
 
 class Channel {
@@ -66,8 +69,10 @@ class Channel {
   const std::byte* record(int peer, uint64_t seq) const;  // valid per I2
   void done_reading(uint64_t seq);                // this rank has finished with all messages up to seq
   bool all_read(uint64_t seq) const;
-  void wait_all_read(uint64_t seq);
+  void wait_all_read(uint64_t seq);               // all peers; this rank's own reading is its own business
 
+  // Waits of this channel end after `limit` (0: the transport's timeout).
+  void set_wait_limit(std::chrono::milliseconds limit);
   // Seconds this rank has spent in waits that were not satisfied at once, and messages posted.
   double seconds_waited() const;
   uint64_t messages() const;

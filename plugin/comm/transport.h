@@ -17,6 +17,8 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "plugin/comm/wake_list.h"
+
 namespace trueshard::comm {
 
 class Region {  // one block of zeroed memory per rank, all of them readable (and writable) by every rank
@@ -41,8 +43,12 @@ class Transport {
   virtual void fail(const std::string& text) noexcept = 0;
   virtual bool failed() const noexcept = 0;
   virtual void throw_if_failed() const = 0;
-  // False once the peer's process is known to be gone (always true between threads).
+  // False once the peer is known to be gone: its process has ended, or it has released its transport.
   virtual bool peer_alive(int rank) const noexcept = 0;
+  // "process 4711 has ended" or "has closed the group"; after peer_alive() said false.
+  virtual std::string how_peer_left(int rank) const = 0;
+  // Flags that somebody may sleep on: fail() wakes them.
+  virtual WakeList& wake_list() noexcept = 0;
 };
 
 // Collective. Exchanges host and process identities through the store and picks the implementation; ranks on different
