@@ -17,7 +17,7 @@ void adam(const AdamCall& call) {
     float second = call.exp_avg_sq[i];
     if (call.max_exp_avg_sq != nullptr) {
       const float largest = call.max_exp_avg_sq[i];
-      if (!std::isnan(second)) second = std::isnan(largest) || largest > second ? largest : second;
+      if (!std::isnan(second) && !(second > largest)) second = largest;
       call.max_exp_avg_sq[i] = second;
     }
     call.sqrt(&second, 1);
