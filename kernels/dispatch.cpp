@@ -18,9 +18,9 @@ TRUESHARD_KERNEL_ENTRY_POINTS(cpu_avx512)
 namespace trueshard::kernels {
 namespace {
 
-// Round to nearest, no flush to zero, exceptions masked, for the life of the object; then the caller's state, its sticky
-// exception flags included. The guarded functions live in other translation units and are called through a pointer, so
-// the compiler cannot move their arithmetic across the guard.
+// Round to nearest, no flush to zero, exceptions masked, for the life of the object; then the caller's state, its
+// sticky exception flags included. The guarded functions live in other translation units and are called through a
+// pointer, so the compiler cannot move their arithmetic across the guard.
 class DefaultFloatState {
  public:
   DefaultFloatState(const DefaultFloatState&) = delete;
@@ -55,11 +55,11 @@ struct Guarded<kFunction> {
   }
 };
 
-#define TRUESHARD_TABLE(isa, space)                                                                                \
-  Kernels {                                                                                                        \
-    isa, Guarded<space::sum_tree>::call, Guarded<space::cast>::call, Guarded<space::unscale_and_check>::call,      \
-        Guarded<space::scale>::call, Guarded<space::norm_blocks>::call, Guarded<space::adam>::call,                \
-        Guarded<space::sgd>::call                                                                                  \
+#define TRUESHARD_TABLE(isa, space)                                                                           \
+  Kernels {                                                                                                   \
+    isa, Guarded<space::sum_tree>::call, Guarded<space::cast>::call, Guarded<space::unscale_and_check>::call, \
+        Guarded<space::scale>::call, Guarded<space::norm_blocks>::call, Guarded<space::adam>::call,           \
+        Guarded<space::sgd>::call                                                                             \
   }
 
 constexpr Kernels kTables[] = {
@@ -75,14 +75,17 @@ constexpr Kernels kTables[] = {
 bool runs_here(Isa isa) {
   switch (isa) {
     case Isa::kReference:
-    case Isa::kScalar: return true;
+    case Isa::kScalar:
+      return true;
 #ifdef TRUESHARD_X86_TABLES
-    case Isa::kAvx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    case Isa::kAvx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     case Isa::kAvx512:
       return runs_here(Isa::kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #else
-    default: return false;
+    default:
+      return false;
 #endif
   }
   return false;
@@ -109,10 +112,14 @@ const Kernels& choose() {
 
 const char* name(Isa isa) {
   switch (isa) {
-    case Isa::kReference: return "reference";
-    case Isa::kScalar: return "scalar";
-    case Isa::kAvx2: return "avx2";
-    case Isa::kAvx512: return "avx512";
+    case Isa::kReference:
+      return "reference";
+    case Isa::kScalar:
+      return "scalar";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
   }
   return "unknown";
 }
@@ -129,8 +136,9 @@ const Kernels& kernels(Isa isa) {
   for (const Kernels& table : kTables) {
     if (table.isa == isa && runs_here(isa)) return table;
   }
-  throw std::invalid_argument("trueshard kernels: no table '" + std::string(name(isa)) + "' here, this processor runs " +
-                              names(available_isas()) + "; ask available_isas() first");
+  throw std::invalid_argument("trueshard kernels: no table '" + std::string(name(isa)) +
+                              "' here, this processor runs " + names(available_isas()) +
+                              "; ask available_isas() first");
 }
 
 const Kernels& kernels() {

@@ -5,13 +5,13 @@
 #pragma once
 #include "kernels/kernels.h"
 
-#define TRUESHARD_KERNEL_ENTRY_POINTS(isa)                                                                       \
-  namespace trueshard::kernels::isa {                                                                            \
-  void sum_tree(const SumTreeCall& call);                                                                        \
-  void cast(const void* in, DType in_dtype, void* out, DType out_dtype, int64_t count);                          \
-  void unscale_and_check(void* data, DType dtype, int64_t count, double inverse_scale, uint8_t* nonfinite);      \
-  void scale(void* data, DType dtype, int64_t count, double factor);                                             \
-  void norm_blocks(const NormCall& call);                                                                        \
-  void adam(const AdamCall& call);                                                                               \
-  void sgd(const SgdCall& call);                                                                                 \
+#define TRUESHARD_KERNEL_ENTRY_POINTS(isa)                                                                  \
+  namespace trueshard::kernels::isa {                                                                       \
+  void sum_tree(const SumTreeCall& call);                                                                   \
+  void cast(const void* in, DType in_dtype, void* out, DType out_dtype, int64_t count);                     \
+  void unscale_and_check(void* data, DType dtype, int64_t count, double inverse_scale, uint8_t* nonfinite); \
+  void scale(void* data, DType dtype, int64_t count, double factor);                                        \
+  void norm_blocks(const NormCall& call);                                                                   \
+  void adam(const AdamCall& call);                                                                          \
+  void sgd(const SgdCall& call);                                                                            \
   }

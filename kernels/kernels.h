@@ -2,10 +2,11 @@
 // Role: every loop over elements that the library runs on CPU, as one table of functions per instruction set.
 // Invariants: I1 the bits of every result are the same for all tables (docs/numerics.md; reference/ is the definition).
 //             I2 no function allocates, throws or reads outside [0, count) of its operands.
-//             I3 every function runs under the default MXCSR (round to nearest, no flush to zero) and restores the caller's.
-// Shapes: all operands are dense 1-D arrays; `count` is elements. Operands may be misaligned to 64 bytes (slow, not wrong).
+//             I3 every function runs under the default MXCSR (to nearest, no flush to zero) and restores the caller's.
+// Shapes: all operands are dense 1-D arrays; `count` is elements. Operands may be misaligned (slow, not wrong).
 // Threads: all functions are pure and may run concurrently on disjoint outputs; callers split work themselves.
-// Errors: none. Callers pass valid arguments; the engine validates.
+// Errors: the kernels have none: callers pass valid arguments, the engine validates. Choosing a table that this
+//         processor does not have, or that TRUESHARD_ISA misspells, is std::invalid_argument.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -13,13 +14,11 @@
 namespace trueshard::kernels {
 
 enum class DType : uint8_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kFloat64 = 3 };
-constexpr int64_t itemsize(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
+constexpr int64_t itemsize(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 // ---- sum_tree ------------------------------------------------------------------------------------------------------
-// One element-wise straight-line program over a small stack. The plan compiles the canonical tree (numerics.md section 1)
-// to it (plugin/plan/sum_tree_plan.h); absent leaves are simply not in the program.
+// One element-wise straight-line program over a small stack. The plan compiles the canonical tree (numerics.md section
+// 1) to it (plugin/plan/sum_tree_plan.h); absent leaves are simply not in the program.
 struct SumStep {
   enum class Kind : uint8_t {
     kLoad,   // push operands[index], converted exactly to the accumulation type
@@ -41,24 +40,24 @@ struct SumEpilogue {
   bool divide = false;            // value = value / divisor, one true division
   double divisor = 1.0;           // already rounded to fp32 by the caller for fp32 accumulation
   const void* base = nullptr;     // accumulation type, or null: value = base + value
-  uint8_t* nonfinite = nullptr;   // set to 1 (never cleared) when any value is inf or NaN, before rounding to output_dtype
-  double* square_sums = nullptr;  // block sums of value^2 as norm_blocks(kSquare) writes them, (count + 255) / 256 numbers
+  uint8_t* nonfinite = nullptr;   // set to 1 (never cleared) when a value is inf or NaN, before the last rounding
+  double* square_sums = nullptr;  // block sums of value^2 as norm_blocks(kSquare) writes them, (count + 255) / 256
 };
 
 struct SumTreeCall {
   const SumStep* steps;
   int step_count;
   const Operand* operands;
-  void* const* outputs;       // accumulation type, except outputs[0], which has output_dtype; may alias operands exactly
+  void* const* outputs;  // accumulation type, except outputs[0], which has output_dtype; may alias operands exactly
   int64_t count;
-  bool accumulate_fp64;       // fp64 operands (all of them): sums in fp64; else fp32
-  DType output_dtype;         // of outputs[0]: the accumulation type, or a 16-bit type (one rounding, nearest even)
+  bool accumulate_fp64;  // fp64 operands (all of them): sums in fp64; else fp32
+  DType output_dtype;    // of outputs[0]: the accumulation type, or a 16-bit type (one rounding, nearest even)
   SumEpilogue epilogue;
 };
 
 // ---- norm ----------------------------------------------------------------------------------------------------------
 // A block is kBlock consecutive elements of a parameter, 16 rows of 16 fixed lanes: rows add up lane by lane in the
-// canonical tree over rows, then the 16 lanes in the canonical tree. Missing elements of a short last block count as +0.
+// canonical tree over rows, then the 16 lanes in the canonical tree. Missing elements of a short last block are +0.
 constexpr int64_t kBlock = 256;
 enum class NormKind : uint8_t {
   kSquare,    // sum of x * x in fp64
@@ -68,24 +67,26 @@ enum class NormKind : uint8_t {
 };
 struct NormCall {
   NormKind kind;
-  const void* data;      // fp32 or fp64
+  const void* data;  // fp32 or fp64
   DType dtype;
   int64_t count;
   double* block_values;  // (count + kBlock - 1) / kBlock numbers
-  double scale = 1.0;    // kSquare and kPower: x is multiplied by it in fp64 first (1 for fp32; a power of two for fp64)
+  double scale = 1.0;    // kSquare and kPower: x is multiplied by it in fp64 first (1 for fp32; power of two for fp64)
   double power = 0.0;
 };
 
 // ---- fused optimizer steps -----------------------------------------------------------------------------------------
-// Bit-equal to libtorch's own CPU optimizers (numerics.md section 5). Scalars arrive rounded as libtorch rounds them.
-// Before use the gradient is multiplied, each product rounded to fp32: g = g * inverse_scale (if unscale), g = g * clip (if clip).
+// Bit-equal to libtorch's own CPU optimizers (numerics.md section 5). Scalars arrive as torch::optim holds them and are
+// rounded where libtorch rounds them.
+// Before use the gradient is multiplied, each product rounded to fp32: g = g * inverse_scale (if unscale), then
+// g = g * clip_coefficient (if clip).
 struct GradientFactors {
   bool unscale = false;
   float inverse_scale = 1.0f;
   bool clip = false;
   float clip_coefficient = 1.0f;
 };
-struct ParameterCopy {  // the compute copy written in the same pass: nearest even of the new parameter
+struct ParameterCopy {   // the compute copy written in the same pass: nearest even of the new parameter
   void* data = nullptr;  // null: none
   DType dtype = DType::kBFloat16;
 };
@@ -102,16 +103,16 @@ struct AdamCall {  // torch::optim::Adam (decoupled = false) and AdamW (decouple
   GradientFactors factors;
   bool decoupled;
   double lr, beta1, beta2, eps, weight_decay;
-  int64_t step;           // already advanced: 1 for the first step
+  int64_t step;  // already advanced: 1 for the first step
   SqrtFunction sqrt;
-  bool vector_fma;        // libtorch runs its AVX2/AVX-512 kernels (which fuse some multiply-adds), not the default ones
+  bool vector_fma;  // libtorch runs its AVX2/AVX-512 kernels (which fuse some multiply-adds), not the default ones
 };
 struct SgdCall {  // torch::optim::SGD
   int64_t count;
   float* parameter;
   const float* gradient;
-  float* momentum_buffer;       // null when momentum == 0
-  bool first_step;              // no buffer existed: buffer = gradient
+  float* momentum_buffer;  // null when momentum == 0
+  bool first_step;         // no buffer existed: buffer = gradient
   ParameterCopy copy;
   GradientFactors factors;
   double lr, momentum, dampening, weight_decay;

@@ -4,7 +4,8 @@
 namespace trueshard::kernels::TRUESHARD_CPU_ISA {
 namespace {
 
-// The square roots are the caller's (libtorch's), which cost a call: large enough to hide it, small enough for the cache.
+// The square roots are the caller's (libtorch's), which cost a call: large enough to hide it, small enough to stay
+// in the cache.
 constexpr int64_t kChunk = 2048;
 
 template <bool kFused>
@@ -23,7 +24,8 @@ TRUESHARD_INLINE void moments_row(const AdamCall& call, const AdamScalars& s, in
   store_f32(root, second);
 }
 
-TRUESHARD_INLINE void update_row(const AdamCall& call, const AdamScalars& s, int64_t i, int64_t part, const float* root) {
+TRUESHARD_INLINE void update_row(const AdamCall& call, const AdamScalars& s, int64_t i, int64_t part,
+                                 const float* root) {
   const Floats denominator = add(divide(load_f32(root), splat(s.root_correction)), splat(s.eps));
   Floats parameter = load_row(call.parameter + i, part);
   if (s.decouple) parameter = multiply(parameter, splat(s.keep));
@@ -39,13 +41,15 @@ void adam_chunks(const AdamCall& call) {
   alignas(64) float roots[kChunk];
   for (int64_t begin = 0; begin < call.count; begin += kChunk) {
     const int64_t end = call.count - begin < kChunk ? call.count : begin + kChunk;
-    each_row(begin, end, [&](int64_t i, int64_t part) __attribute__((always_inline)) {
-      moments_row<kFused>(call, s, i, part, roots + (i - begin));
-    });
+    each_row(
+        begin, end, [&](int64_t i, int64_t part) __attribute__((always_inline)) {
+          moments_row<kFused>(call, s, i, part, roots + (i - begin));
+        });
     call.sqrt(roots, end - begin);
-    each_row(begin, end, [&](int64_t i, int64_t part) __attribute__((always_inline)) {
-      update_row(call, s, i, part, roots + (i - begin));
-    });
+    each_row(
+        begin, end, [&](int64_t i, int64_t part) __attribute__((always_inline)) {
+          update_row(call, s, i, part, roots + (i - begin));
+        });
   }
 }
 

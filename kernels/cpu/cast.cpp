@@ -12,10 +12,14 @@ struct Unchanged {
 template <class In>
 void cast_from(const void* in, void* out, DType out_dtype, int64_t count) {
   switch (out_dtype) {
-    case DType::kFloat32: return map_rows<In, Float32>(in, out, count, Unchanged());
-    case DType::kBFloat16: return map_rows<In, BFloat16>(in, out, count, Unchanged());
-    case DType::kFloat16: return map_rows<In, Float16>(in, out, count, Unchanged());
-    case DType::kFloat64: break;
+    case DType::kFloat32:
+      return map_rows<In, Float32>(in, out, count, Unchanged());
+    case DType::kBFloat16:
+      return map_rows<In, BFloat16>(in, out, count, Unchanged());
+    case DType::kFloat16:
+      return map_rows<In, Float16>(in, out, count, Unchanged());
+    case DType::kFloat64:
+      break;
   }
   const auto* source = static_cast<const typename In::Element*>(in);
   auto* target = static_cast<double*>(out);
@@ -44,10 +48,13 @@ void cast_from_f64(const double* in, typename Out::Element* out, int64_t count) 
 void cast_from_f64(const void* in, void* out, DType out_dtype, int64_t count) {
   const auto* source = static_cast<const double*>(in);
   switch (out_dtype) {
-    case DType::kBFloat16: return cast_from_f64<BFloat16>(source, static_cast<uint16_t*>(out), count);
-    case DType::kFloat16: return cast_from_f64<Float16>(source, static_cast<uint16_t*>(out), count);
+    case DType::kBFloat16:
+      return cast_from_f64<BFloat16>(source, static_cast<uint16_t*>(out), count);
+    case DType::kFloat16:
+      return cast_from_f64<Float16>(source, static_cast<uint16_t*>(out), count);
     case DType::kFloat32:
-    case DType::kFloat64: break;
+    case DType::kFloat64:
+      break;
   }
   auto* target = static_cast<float*>(out);
   for (int64_t i = 0; i < count; ++i) target[i] = static_cast<float>(source[i]);
@@ -62,10 +69,14 @@ void cast(const void* in, DType in_dtype, void* out, DType out_dtype, int64_t co
     return;
   }
   switch (in_dtype) {
-    case DType::kFloat32: return cast_from<Float32>(in, out, out_dtype, count);
-    case DType::kBFloat16: return cast_from<BFloat16>(in, out, out_dtype, count);
-    case DType::kFloat16: return cast_from<Float16>(in, out, out_dtype, count);
-    case DType::kFloat64: return cast_from_f64(in, out, out_dtype, count);
+    case DType::kFloat32:
+      return cast_from<Float32>(in, out, out_dtype, count);
+    case DType::kBFloat16:
+      return cast_from<BFloat16>(in, out, out_dtype, count);
+    case DType::kFloat16:
+      return cast_from<Float16>(in, out, out_dtype, count);
+    case DType::kFloat64:
+      return cast_from_f64(in, out, out_dtype, count);
   }
 }
 

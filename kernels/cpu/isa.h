@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: maps TRUESHARD_CPU_LEVEL (set by CMake) to a namespace and to the vector types of that instruction set.
-// Invariants: I1 everything here and in cpu/ lives in the level's own namespace and is inlined: a function emitted under a
+// Invariants: I1 everything here and in cpu/ lives in the level's own namespace: a function emitted under a
 //             common name could be the AVX-512 copy, and the linker might pick it for the plain build.
 //             I2 for the same reason no std:: template and no inline function of kernels.h is used in cpu/.
 // Shapes: a row is 16 elements on every level. Threads: pure. Errors: none.

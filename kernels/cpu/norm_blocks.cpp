@@ -44,10 +44,14 @@ double power_sum(const NormCall& call, const Element* data, int64_t count) {
 template <class Element>
 double whole_block(const NormCall& call, const Element* block) {
   switch (call.kind) {
-    case NormKind::kSquare: return square_sum(call, block);
-    case NormKind::kAbsolute: return absolute_sum(block);
-    case NormKind::kMaximum: return largest(block);
-    case NormKind::kPower: break;
+    case NormKind::kSquare:
+      return square_sum(call, block);
+    case NormKind::kAbsolute:
+      return absolute_sum(block);
+    case NormKind::kMaximum:
+      return largest(block);
+    case NormKind::kPower:
+      break;
   }
   return power_sum(call, block, kBlock);
 }

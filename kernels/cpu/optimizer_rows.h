@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: what the optimizers share: libtorch's add with a factor, gradient factors, the compute copy, rows of any length.
+// Role: what the optimizers share: libtorch's add with a factor, gradient factors, the compute copy, short rows.
 // Invariants: one rounding per written operation; kFused is libtorch's vector kernels, which fuse multiply and add.
 // Shapes: rows of kRow elements, the last may be shorter. Threads: pure. Errors: none.
 #pragma once
@@ -41,10 +41,13 @@ TRUESHARD_INLINE Floats load_gradient(const float* data, int64_t part, const Gra
 TRUESHARD_INLINE void write_copy(const ParameterCopy& copy, int64_t index, int64_t part, Floats parameter) {
   if (copy.data == nullptr) return;
   switch (copy.dtype) {
-    case DType::kBFloat16: return store_row<BFloat16>(static_cast<uint16_t*>(copy.data) + index, part, parameter);
-    case DType::kFloat16: return store_row<Float16>(static_cast<uint16_t*>(copy.data) + index, part, parameter);
+    case DType::kBFloat16:
+      return store_row<BFloat16>(static_cast<uint16_t*>(copy.data) + index, part, parameter);
+    case DType::kFloat16:
+      return store_row<Float16>(static_cast<uint16_t*>(copy.data) + index, part, parameter);
     case DType::kFloat32:
-    case DType::kFloat64: return store_row(static_cast<float*>(copy.data) + index, part, parameter);
+    case DType::kFloat64:
+      return store_row(static_cast<float*>(copy.data) + index, part, parameter);
   }
 }
 

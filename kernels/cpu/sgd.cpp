@@ -26,8 +26,9 @@ TRUESHARD_INLINE void sgd_row(const SgdCall& call, const SgdScalars& s, int64_t 
 template <bool kFused>
 void sgd_rows(const SgdCall& call) {
   const SgdScalars s = sgd_scalars(call);
-  each_row(0, call.count,
-           [&](int64_t i, int64_t part) __attribute__((always_inline)) { sgd_row<kFused>(call, s, i, part); });
+  each_row(
+      0,
+      call.count, [&](int64_t i, int64_t part) __attribute__((always_inline)) { sgd_row<kFused>(call, s, i, part); });
 }
 
 }  // namespace

@@ -86,31 +86,49 @@ void whole_tree(const void* const* leaves, const Finish<float>& finish, int64_t 
   const bool checked = finish.base != nullptr || finish.nonfinite != nullptr || finish.square_sums != nullptr;
   if (checked) return checked_tree<In, kCount>(leaves, finish, count);
   switch (finish.output_dtype) {
-    case DType::kBFloat16: return plain_tree<In, kCount, BFloat16>(leaves, finish, count);
-    case DType::kFloat16: return plain_tree<In, kCount, Float16>(leaves, finish, count);
+    case DType::kBFloat16:
+      return plain_tree<In, kCount, BFloat16>(leaves, finish, count);
+    case DType::kFloat16:
+      return plain_tree<In, kCount, Float16>(leaves, finish, count);
     case DType::kFloat32:
-    case DType::kFloat64: return plain_tree<In, kCount, Float32>(leaves, finish, count);
+    case DType::kFloat64:
+      return plain_tree<In, kCount, Float32>(leaves, finish, count);
   }
 }
 
 template <class In>
 bool run_whole_tree(const WholeTree& tree, const Finish<float>& finish, int64_t count) {
   switch (tree.leaf_count) {
-    case 1: whole_tree<In, 1>(tree.leaves, finish, count); return true;
-    case 2: whole_tree<In, 2>(tree.leaves, finish, count); return true;
-    case 3: whole_tree<In, 3>(tree.leaves, finish, count); return true;
-    case 4: whole_tree<In, 4>(tree.leaves, finish, count); return true;
-    case 8: whole_tree<In, 8>(tree.leaves, finish, count); return true;
-    default: return false;
+    case 1:
+      whole_tree<In, 1>(tree.leaves, finish, count);
+      return true;
+    case 2:
+      whole_tree<In, 2>(tree.leaves, finish, count);
+      return true;
+    case 3:
+      whole_tree<In, 3>(tree.leaves, finish, count);
+      return true;
+    case 4:
+      whole_tree<In, 4>(tree.leaves, finish, count);
+      return true;
+    case 8:
+      whole_tree<In, 8>(tree.leaves, finish, count);
+      return true;
+    default:
+      return false;
   }
 }
 
 bool run_whole_tree(const WholeTree& tree, const Finish<float>& finish, int64_t count) {
   switch (tree.dtype) {
-    case DType::kFloat32: return run_whole_tree<Float32>(tree, finish, count);
-    case DType::kBFloat16: return run_whole_tree<BFloat16>(tree, finish, count);
-    case DType::kFloat16: return run_whole_tree<Float16>(tree, finish, count);
-    case DType::kFloat64: return false;
+    case DType::kFloat32:
+      return run_whole_tree<Float32>(tree, finish, count);
+    case DType::kBFloat16:
+      return run_whole_tree<BFloat16>(tree, finish, count);
+    case DType::kFloat16:
+      return run_whole_tree<Float16>(tree, finish, count);
+    case DType::kFloat64:
+      return false;
   }
   return false;
 }
@@ -118,8 +136,9 @@ bool run_whole_tree(const WholeTree& tree, const Finish<float>& finish, int64_t 
 template <class Number>
 Finish<Number> finish_of(const SumTreeCall& call, const Division<Number>& division) {
   const SumEpilogue& epilogue = call.epilogue;
-  return {division,           static_cast<const Number*>(epilogue.base), epilogue.nonfinite, epilogue.square_sums,
-          call.outputs[0], call.output_dtype};
+  return {division,           static_cast<const Number*>(epilogue.base),
+          epilogue.nonfinite, epilogue.square_sums,
+          call.outputs[0],    call.output_dtype};
 }
 
 }  // namespace

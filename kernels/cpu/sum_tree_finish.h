@@ -99,10 +99,16 @@ TRUESHARD_INLINE void check_block(const Finish<float>& finish, float* block, int
 
 inline void finish_block(const Finish<float>& finish, float* block, int64_t begin, int64_t count) {
   switch (finish.output_dtype) {
-    case DType::kBFloat16: finish_rows<BFloat16>(finish, block, begin, count); break;
-    case DType::kFloat16: finish_rows<Float16>(finish, block, begin, count); break;
+    case DType::kBFloat16:
+      finish_rows<BFloat16>(finish, block, begin, count);
+      break;
+    case DType::kFloat16:
+      finish_rows<Float16>(finish, block, begin, count);
+      break;
     case DType::kFloat32:
-    case DType::kFloat64: finish_rows<Float32>(finish, block, begin, count); break;
+    case DType::kFloat64:
+      finish_rows<Float32>(finish, block, begin, count);
+      break;
   }
   check_block(finish, block, begin, count);
 }
@@ -133,8 +139,12 @@ inline void finish_block(const Finish<double>& finish, double* block, int64_t be
   }
   if (finish.nonfinite != nullptr && largest >= 0x7ff0000000000000u) *finish.nonfinite = 1;
   switch (finish.output_dtype) {
-    case DType::kBFloat16: store_rounded<BFloat16>(static_cast<uint16_t*>(finish.output) + begin, block, count); break;
-    case DType::kFloat16: store_rounded<Float16>(static_cast<uint16_t*>(finish.output) + begin, block, count); break;
+    case DType::kBFloat16:
+      store_rounded<BFloat16>(static_cast<uint16_t*>(finish.output) + begin, block, count);
+      break;
+    case DType::kFloat16:
+      store_rounded<Float16>(static_cast<uint16_t*>(finish.output) + begin, block, count);
+      break;
     case DType::kFloat32:
     case DType::kFloat64:
       for (int64_t i = 0; i < count; ++i) static_cast<double*>(finish.output)[begin + i] = block[i];

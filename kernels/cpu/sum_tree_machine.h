@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: runs any valid sum program, one block of kBlock elements at a time, so that the stack stays in the first-level cache.
-// Invariants: all operands of a block are read before any output of it is written: stored values wait in their buffer.
+// Role: runs any valid sum program, one block of kBlock elements at a time, so that its stack stays in the L1 cache.
+// Invariants: all operands of a block are read before any output of it is written: stored values wait in a buffer.
 // Shapes: buffers of kBlock accumulation numbers. Values beyond the block's end are zero up to a whole row.
 // Threads: pure. Errors: none; programs are valid (kernels.h).
 #pragma once
@@ -52,10 +52,14 @@ TRUESHARD_INLINE void take_rows(float* buffer, const void* data, int64_t begin, 
 template <class How>
 inline void take(float* buffer, const Operand& operand, int64_t begin, int64_t count) {
   switch (operand.dtype) {
-    case DType::kFloat32: return take_rows<Float32, How>(buffer, operand.data, begin, count);
-    case DType::kBFloat16: return take_rows<BFloat16, How>(buffer, operand.data, begin, count);
-    case DType::kFloat16: return take_rows<Float16, How>(buffer, operand.data, begin, count);
-    case DType::kFloat64: return;  // fp64 operands are summed in fp64 (kernels.h)
+    case DType::kFloat32:
+      return take_rows<Float32, How>(buffer, operand.data, begin, count);
+    case DType::kBFloat16:
+      return take_rows<BFloat16, How>(buffer, operand.data, begin, count);
+    case DType::kFloat16:
+      return take_rows<Float16, How>(buffer, operand.data, begin, count);
+    case DType::kFloat64:
+      return;  // fp64 operands are summed in fp64 (kernels.h)
   }
 }
 template <class How>
@@ -108,7 +112,8 @@ inline void run_machine(const SumTreeCall& call, const Finish<Number>& finish) {
       if (output == 0) {
         finish_block(finish, block, begin, count);
       } else {
-        __builtin_memcpy(static_cast<Number*>(call.outputs[output]) + begin, block, static_cast<size_t>(count) * sizeof(Number));
+        __builtin_memcpy(static_cast<Number*>(call.outputs[output]) + begin, block,
+                         static_cast<size_t>(count) * sizeof(Number));
       }
       machine.unused[machine.unused_count++] = machine.stored[s].buffer;
     }

@@ -8,10 +8,11 @@ template <class Type>
 bool unscale_rows(void* data, int64_t count, float inverse_scale) {
   const Floats factors = splat(inverse_scale);
   FiniteCheck check;
-  map_rows<Type, Type>(data, data, count, [factors, &check](Floats x) __attribute__((always_inline)) {
-    check.see(x);
-    return multiply(x, factors);
-  });
+  map_rows<Type, Type>(
+      data, data, count, [ factors, &check ](Floats x) __attribute__((always_inline)) {
+        check.see(x);
+        return multiply(x, factors);
+      });
   return check.failed();
 }
 
@@ -27,10 +28,14 @@ bool unscale_f64(double* values, int64_t count, double inverse_scale) {
 
 bool unscale(void* data, DType dtype, int64_t count, double inverse_scale) {
   switch (dtype) {
-    case DType::kFloat32: return unscale_rows<Float32>(data, count, static_cast<float>(inverse_scale));
-    case DType::kBFloat16: return unscale_rows<BFloat16>(data, count, static_cast<float>(inverse_scale));
-    case DType::kFloat16: return unscale_rows<Float16>(data, count, static_cast<float>(inverse_scale));
-    case DType::kFloat64: break;
+    case DType::kFloat32:
+      return unscale_rows<Float32>(data, count, static_cast<float>(inverse_scale));
+    case DType::kBFloat16:
+      return unscale_rows<BFloat16>(data, count, static_cast<float>(inverse_scale));
+    case DType::kFloat16:
+      return unscale_rows<Float16>(data, count, static_cast<float>(inverse_scale));
+    case DType::kFloat64:
+      break;
   }
   return unscale_f64(static_cast<double*>(data), count, inverse_scale);
 }

@@ -57,9 +57,7 @@ struct FiniteCheck {
     const __m512i bits = _mm512_and_si512(_mm512_castps_si512(x.all), _mm512_set1_epi32(0x7fffffff));
     largest = _mm512_max_epi32(largest, bits);
   }
-  TRUESHARD_INLINE bool failed() const {
-    return _mm512_cmpgt_epi32_mask(largest, _mm512_set1_epi32(0x7f7fffff)) != 0;
-  }
+  TRUESHARD_INLINE bool failed() const { return _mm512_cmpgt_epi32_mask(largest, _mm512_set1_epi32(0x7f7fffff)) != 0; }
 };
 
 TRUESHARD_INLINE Doubles splat_f64(double value) { return {_mm512_set1_pd(value), _mm512_set1_pd(value)}; }

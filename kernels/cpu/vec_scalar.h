@@ -92,7 +92,8 @@ TRUESHARD_INLINE Floats fused_multiply_add(Floats a, Floats b, Floats c) {
   TRUESHARD_EACH_LANE a.lane[i] = __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]);
   return a;
 }
-// NaN when either is; the first operand's when both are. Of equal numbers (zeros of both signs) the second, as maxps does.
+// NaN when either is; the first operand's when both are. Of equal numbers (zeros of both signs) the second, as in
+// maxps.
 TRUESHARD_INLINE Floats maximum(Floats a, Floats b) {
   TRUESHARD_EACH_LANE a.lane[i] = a.lane[i] != a.lane[i] || a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
   return a;

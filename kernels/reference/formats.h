@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: number formats by definition: every conversion goes through double arithmetic that can be checked on paper.
-// Invariants: widening is exact; narrowing is one rounding to nearest even; NaN becomes a quiet NaN with its upper payload.
+// Invariants: widening is exact; narrowing is one rounding to nearest even; NaN becomes a quiet NaN.
 // Shapes: one element. Threads: pure. Errors: none. Expects the default MXCSR.
 #pragma once
 #include <cmath>
@@ -20,7 +20,8 @@ To bits_of(From value) {
   return out;
 }
 
-// A binary format of 16 bits: value = mantissa * 2^(max(exponent, 1) - bias - kMantissa), with the implicit bit from exponent 1 on.
+// A binary format of 16 bits: value = mantissa * 2^(max(exponent, 1) - bias - mantissa_bits), with the
+// implicit bit from exponent 1 on.
 struct HalfFormat {
   int mantissa_bits;
   int bias;
@@ -65,20 +66,32 @@ inline uint16_t narrow(double value, HalfFormat format) {
 
 inline double load(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
-    case DType::kFloat32: return static_cast<const float*>(data)[index];
-    case DType::kFloat64: return static_cast<const double*>(data)[index];
-    case DType::kBFloat16: return widen(static_cast<const uint16_t*>(data)[index], kBFloat16Format);
-    case DType::kFloat16: return widen(static_cast<const uint16_t*>(data)[index], kFloat16Format);
+    case DType::kFloat32:
+      return static_cast<const float*>(data)[index];
+    case DType::kFloat64:
+      return static_cast<const double*>(data)[index];
+    case DType::kBFloat16:
+      return widen(static_cast<const uint16_t*>(data)[index], kBFloat16Format);
+    case DType::kFloat16:
+      return widen(static_cast<const uint16_t*>(data)[index], kFloat16Format);
   }
   return 0;
 }
 
 inline void store(void* data, DType dtype, int64_t index, double value) {
   switch (dtype) {
-    case DType::kFloat32: static_cast<float*>(data)[index] = static_cast<float>(value); return;
-    case DType::kFloat64: static_cast<double*>(data)[index] = value; return;
-    case DType::kBFloat16: static_cast<uint16_t*>(data)[index] = narrow(value, kBFloat16Format); return;
-    case DType::kFloat16: static_cast<uint16_t*>(data)[index] = narrow(value, kFloat16Format); return;
+    case DType::kFloat32:
+      static_cast<float*>(data)[index] = static_cast<float>(value);
+      return;
+    case DType::kFloat64:
+      static_cast<double*>(data)[index] = value;
+      return;
+    case DType::kBFloat16:
+      static_cast<uint16_t*>(data)[index] = narrow(value, kBFloat16Format);
+      return;
+    case DType::kFloat16:
+      static_cast<uint16_t*>(data)[index] = narrow(value, kFloat16Format);
+      return;
   }
 }
 

@@ -8,10 +8,13 @@ namespace {
 
 double contribution(const NormCall& call, double value) {
   switch (call.kind) {
-    case NormKind::kSquare: return (value * call.scale) * (value * call.scale);
+    case NormKind::kSquare:
+      return (value * call.scale) * (value * call.scale);
     case NormKind::kAbsolute:
-    case NormKind::kMaximum: return std::fabs(value);
-    case NormKind::kPower: return std::pow(std::fabs(value) * call.scale, call.power);
+    case NormKind::kMaximum:
+      return std::fabs(value);
+    case NormKind::kPower:
+      return std::pow(std::fabs(value) * call.scale, call.power);
   }
   return 0;
 }

@@ -63,7 +63,8 @@ void sum_tree(const SumTreeCall& call) {
         store(call.outputs[o], o == 0 ? call.output_dtype : accumulation, i, value);
       }
     }
-    if (call.epilogue.square_sums != nullptr) call.epilogue.square_sums[begin / kBlock] = block_sum(squares, end - begin);
+    if (call.epilogue.square_sums != nullptr)
+      call.epilogue.square_sums[begin / kBlock] = block_sum(squares, end - begin);
   }
 }
 

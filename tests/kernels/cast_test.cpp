@@ -24,9 +24,9 @@ struct Known {
 
 TEST(Cast, KnownValuesRoundToNearestEvenInBFloat16) {
   const Known cases[] = {
-      {0x3f800000, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f818000, 0x3f82}, {0x3f808001, 0x3f81}, {0x80000000, 0x8000},
-      {0x000ae398, 0x000b},                        // a denormal that vcvtneps2bf16 flushes
-      {0x7f7fffff, 0x7f80}, {0xff800000, 0xff80},  // overflow by rounding, infinity
+      {0x3f800000, 0x3f80}, {0x3f808000, 0x3f80}, {0x3f818000, 0x3f82},
+      {0x3f808001, 0x3f81}, {0x80000000, 0x8000}, {0x000ae398, 0x000b},  // a denormal that vcvtneps2bf16 flushes
+      {0x7f7fffff, 0x7f80}, {0xff800000, 0xff80},                        // overflow by rounding, infinity
       {0x00008000, 0x0000}, {0x00008001, 0x0001},
   };
   for (Isa isa : available_isas()) {
@@ -40,9 +40,12 @@ TEST(Cast, KnownValuesRoundToNearestEvenInBFloat16) {
 
 TEST(Cast, KnownValuesRoundToNearestEvenInFloat16) {
   const Known cases[] = {
-      {0x3f800000, 0x3c00}, {0x477fe000, 0x7bff}, {0x477fefff, 0x7bff}, {0x477ff000, 0x7c00},  // 65504, below and at 65520
-      {0x33800000, 0x0001}, {0x33000000, 0x0000}, {0x33000001, 0x0001}, {0x33c00000, 0x0002},  // 2^-24, ties, 1.5 * 2^-24
-      {0x387fc000, 0x03ff}, {0x387fffff, 0x0400}, {0x80000001, 0x8000}, {0x7f800000, 0x7c00},
+      {0x3f800000, 0x3c00}, {0x477fe000, 0x7bff},
+      {0x477fefff, 0x7bff}, {0x477ff000, 0x7c00},  // 65504, below and at 65520
+      {0x33800000, 0x0001}, {0x33000000, 0x0000},
+      {0x33000001, 0x0001}, {0x33c00000, 0x0002},  // 2^-24, ties, 1.5 * 2^-24
+      {0x387fc000, 0x03ff}, {0x387fffff, 0x0400},
+      {0x80000001, 0x8000}, {0x7f800000, 0x7c00},
   };
   for (Isa isa : available_isas()) {
     for (const Known& known : cases) {
@@ -63,7 +66,8 @@ TEST(Cast, EverySixteenBitPatternWidensExactlyAndComesBack) {
         kernels(isa).cast(widened.data(), wide, back.data(), dtype, all.count());
         for (int64_t i = 0; i < all.count(); ++i) {
           if (is_nan_bits(all.bits(i), dtype)) {
-            ASSERT_TRUE(is_nan_bits(widened.bits(i), wide) && is_nan_bits(back.bits(i), dtype)) << name(isa) << " " << i;
+            ASSERT_TRUE(is_nan_bits(widened.bits(i), wide) && is_nan_bits(back.bits(i), dtype))
+                << name(isa) << " " << i;
           } else {
             ASSERT_EQ(back.bits(i), all.bits(i)) << name(isa) << " " << dtype_name(dtype);
           }

@@ -68,7 +68,8 @@ TEST(Unscale, TheFlagLooksAtTheInputAndIsNeverCleared) {
   for (Isa isa : available_isas()) {
     uint8_t flag = 0;
     float large = std::numeric_limits<float>::max();
-    kernels(isa).unscale_and_check(&large, DType::kFloat32, 1, 2.0, &flag);  // the product overflows, the input is finite
+    kernels(isa).unscale_and_check(&large, DType::kFloat32, 1, 2.0,
+                                   &flag);  // the product overflows, the input is finite
     EXPECT_EQ(flag, 0) << name(isa);
     EXPECT_TRUE(std::isinf(large)) << name(isa);
     kernels(isa).unscale_and_check(&large, DType::kFloat32, 1, 0.5, &flag);
@@ -95,9 +96,9 @@ NormCall norm_call(NormKind kind, double scale = 1.0, double power = 0.0) {
   return {kind, nullptr, DType::kFloat32, 0, nullptr, scale, power};
 }
 
-const NormCall kNormCalls[] = {norm_call(NormKind::kSquare),           norm_call(NormKind::kSquare, 0x1p-300),
-                               norm_call(NormKind::kSquare, 0.3),      norm_call(NormKind::kAbsolute),
-                               norm_call(NormKind::kMaximum),          norm_call(NormKind::kPower, 1.0, 3.0),
+const NormCall kNormCalls[] = {norm_call(NormKind::kSquare),          norm_call(NormKind::kSquare, 0x1p-300),
+                               norm_call(NormKind::kSquare, 0.3),     norm_call(NormKind::kAbsolute),
+                               norm_call(NormKind::kMaximum),         norm_call(NormKind::kPower, 1.0, 3.0),
                                norm_call(NormKind::kPower, 0.25, 0.5)};
 
 TEST(NormBlocks, EveryTableGivesTheReferencesBits) {

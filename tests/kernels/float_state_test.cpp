@@ -21,7 +21,8 @@ void exact_sqrt(float* data, int64_t count) {
 }
 
 #if defined(__x86_64__)
-constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040, kRoundUp = 0x4000, kRoundDown = 0x2000, kChop = 0x6000;
+constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040, kRoundUp = 0x4000, kRoundDown = 0x2000,
+                   kChop = 0x6000;
 constexpr unsigned kAllMasked = 0x1f80;
 
 class CallerState {
@@ -46,7 +47,8 @@ bool keeps_state(unsigned state, const std::function<void()>& kernel) {
 std::vector<uint64_t> results_of(Isa isa, unsigned state) {
   constexpr int64_t kCount = 300;
   std::vector<Array> leaves;
-  for (unsigned leaf = 0; leaf < 3; ++leaf) leaves.push_back(awkward_array(DType::kFloat32, kCount, Numbers::kFinite, leaf));
+  for (unsigned leaf = 0; leaf < 3; ++leaf)
+    leaves.push_back(awkward_array(DType::kFloat32, kCount, Numbers::kFinite, leaf));
   Array sum_output(DType::kFloat32, kCount), squares(DType::kFloat64, 2), narrowed(DType::kBFloat16, kCount);
   Array scaled(leaves[0]), unscaled(leaves[1]), halves(DType::kFloat16, kCount), maximum(DType::kFloat64, 2);
   Array parameter(leaves[0]), first(leaves[1]), second(DType::kFloat32, kCount), moved(leaves[2]);
@@ -61,22 +63,42 @@ std::vector<uint64_t> results_of(Isa isa, unsigned state) {
   sum.epilogue.nonfinite = &nonfinite;
   sum.epilogue.square_sums = squares.as<double>();
   const Kernels& table = kernels(isa);
-  const AdamCall adam{kCount, parameter.as<float>(), leaves[1].as<float>(), first.as<float>(), second.as<float>(), nullptr,
-                      {}, {}, true, 1e-3, 0.9, 0.999, 1e-8, 0.01, 2, exact_sqrt, true};
-  const SgdCall sgd{kCount, moved.as<float>(), leaves[1].as<float>(), nullptr, true, {}, {}, 0.1, 0, 0, 0.01, false, false};
+  const AdamCall adam{kCount,
+                      parameter.as<float>(),
+                      leaves[1].as<float>(),
+                      first.as<float>(),
+                      second.as<float>(),
+                      nullptr,
+                      {},
+                      {},
+                      true,
+                      1e-3,
+                      0.9,
+                      0.999,
+                      1e-8,
+                      0.01,
+                      2,
+                      exact_sqrt,
+                      true};
+  const SgdCall sgd{kCount, moved.as<float>(), leaves[1].as<float>(), nullptr, true, {}, {}, 0.1, 0, 0, 0.01, false,
+                    false};
   const std::vector<std::function<void()>> calls = {
       [&] { sum.run(isa); },
       [&] { table.cast(leaves[0].data(), DType::kFloat32, narrowed.data(), DType::kBFloat16, kCount); },
       [&] { table.cast(leaves[0].data(), DType::kFloat32, halves.data(), DType::kFloat16, kCount); },
       [&] { table.scale(scaled.data(), DType::kFloat32, kCount, 1.0 / 3); },
       [&] { table.unscale_and_check(unscaled.data(), DType::kFloat32, kCount, 1.0 / 3, &nonfinite); },
-      [&] { table.norm_blocks({NormKind::kMaximum, leaves[0].data(), DType::kFloat32, kCount, maximum.as<double>()}); },
+      [&] {
+        table.norm_blocks({NormKind::kMaximum, leaves[0].data(), DType::kFloat32, kCount, maximum.as<double>()});
+      },
       [&] { table.adam(adam); },
       [&] { table.sgd(sgd); },
   };
-  for (size_t call = 0; call < calls.size(); ++call) EXPECT_TRUE(keeps_state(state, calls[call])) << name(isa) << " call " << call;
+  for (size_t call = 0; call < calls.size(); ++call)
+    EXPECT_TRUE(keeps_state(state, calls[call])) << name(isa) << " call " << call;
   std::vector<uint64_t> bits = {nonfinite};
-  for (const Array* array : {&sum_output, &squares, &narrowed, &halves, &scaled, &unscaled, &maximum, &parameter, &first, &second, &moved}) {
+  for (const Array* array :
+       {&sum_output, &squares, &narrowed, &halves, &scaled, &unscaled, &maximum, &parameter, &first, &second, &moved}) {
     for (int64_t i = 0; i < array->count(); ++i) bits.push_back(array->bits(i));
   }
   return bits;
@@ -85,8 +107,8 @@ std::vector<uint64_t> results_of(Isa isa, unsigned state) {
 TEST(FloatState, ResultsDoNotDependOnTheCallersRoundingOrFlushing) {
   for (Isa isa : available_isas()) {
     const std::vector<uint64_t> expected = results_of(isa, kAllMasked);
-    for (unsigned state : {kAllMasked | kFlushToZero | kDenormalsAreZero, kAllMasked | kRoundUp, kAllMasked | kRoundDown,
-                           kAllMasked | kChop | kFlushToZero, kAllMasked | 0x3fu}) {
+    for (unsigned state : {kAllMasked | kFlushToZero | kDenormalsAreZero, kAllMasked | kRoundUp,
+                           kAllMasked | kRoundDown, kAllMasked | kChop | kFlushToZero, kAllMasked | 0x3fu}) {
       EXPECT_EQ(results_of(isa, state), expected) << name(isa) << std::hex << " state " << state;
     }
   }

@@ -17,10 +17,14 @@ const std::vector<int64_t>& ragged_counts() {
 
 std::string dtype_name(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return "float32";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kFloat16: return "float16";
-    case DType::kFloat64: return "float64";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kFloat64:
+      return "float64";
   }
   return "unknown";
 }
@@ -48,7 +52,12 @@ Array::Array(const Array& other) : Array(other.dtype_, other.count_, other.edge_
 }
 
 Array::Array(Array&& other) noexcept
-    : dtype_(other.dtype_), count_(other.count_), edge_(other.edge_), pages_(other.pages_), mapped_(other.mapped_), data_(other.data_) {
+    : dtype_(other.dtype_),
+      count_(other.count_),
+      edge_(other.edge_),
+      pages_(other.pages_),
+      mapped_(other.mapped_),
+      data_(other.data_) {
   other.pages_ = nullptr;
 }
 
@@ -86,24 +95,34 @@ struct Layout {
 };
 Layout layout_of(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return {32, 23};
-    case DType::kBFloat16: return {16, 7};
-    case DType::kFloat16: return {16, 10};
-    case DType::kFloat64: break;
+    case DType::kFloat32:
+      return {32, 23};
+    case DType::kBFloat16:
+      return {16, 7};
+    case DType::kFloat16:
+      return {16, 10};
+    case DType::kFloat64:
+      break;
   }
   return {64, 52};
 }
 
-uint64_t infinity_of(Layout layout) { return ((uint64_t{1} << (layout.bits - 1 - layout.mantissa)) - 1) << layout.mantissa; }
+uint64_t infinity_of(Layout layout) {
+  return ((uint64_t{1} << (layout.bits - 1 - layout.mantissa)) - 1) << layout.mantissa;
+}
 
 uint64_t special_bits(Layout layout, uint64_t pick) {
   const uint64_t infinity = infinity_of(layout);
   const uint64_t quiet = infinity | (uint64_t{1} << (layout.mantissa - 1));
   switch (pick % 4) {
-    case 0: return infinity;
-    case 1: return quiet;
-    case 2: return infinity | 1;  // signalling NaN
-    default: return quiet | 1;
+    case 0:
+      return infinity;
+    case 1:
+      return quiet;
+    case 2:
+      return infinity | 1;  // signalling NaN
+    default:
+      return quiet | 1;
   }
 }
 

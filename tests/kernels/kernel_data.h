@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: operands for the kernel tests: awkward numbers in memory whose neighbours cannot be touched.
-// Invariants: an Array ends (or begins) at a page that may not be read, so that one element too far ends the test program.
-// Shapes: dense arrays of `count` elements of a kernels::DType. Threads: none. Errors: std::runtime_error when mmap fails.
+// Invariants: an Array ends (or begins) at a page that may not be read: one element too far ends the test program.
+// Shapes: dense arrays of `count` elements of a kernels::DType. Threads: none.
+// Errors: std::runtime_error when mmap fails.
 #pragma once
 #include <cstdint>
 #include <random>

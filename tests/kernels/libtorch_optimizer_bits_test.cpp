@@ -45,7 +45,8 @@ torch::Tensor gradient_for(const torch::Tensor& parameter, int step, bool last) 
   std::normal_distribution<float> normal;
   Numbers values(static_cast<size_t>(parameter.numel()));
   const float scales[] = {1.0f, 1e-3f, 1e-42f, 1e30f, 1e-20f, 0.0f, -0.0f, 1e4f};
-  for (size_t i = 0; i < values.size(); ++i) values[i] = normal(random) * scales[(i / 3 + static_cast<size_t>(step)) % 8];
+  for (size_t i = 0; i < values.size(); ++i)
+    values[i] = normal(random) * scales[(i / 3 + static_cast<size_t>(step)) % 8];
   if (last) {
     const float infinity = std::numeric_limits<float>::infinity();
     const float odd[] = {infinity, -infinity, std::nanf("")};
@@ -223,9 +224,10 @@ struct SgdCase {
 };
 
 std::string describe(const SgdCase& c, Isa isa, size_t shape, int step) {
-  return std::string("SGD ") + name(isa) + " shape " + std::to_string(shape) + " momentum " + std::to_string(c.momentum) +
-         " dampening " + std::to_string(c.dampening) + " decay " + std::to_string(c.weight_decay) +
-         (c.nesterov ? " nesterov" : "") + (c.factors.used ? " factors" : "") + " step " + std::to_string(step);
+  return std::string("SGD ") + name(isa) + " shape " + std::to_string(shape) + " momentum " +
+         std::to_string(c.momentum) + " dampening " + std::to_string(c.dampening) + " decay " +
+         std::to_string(c.weight_decay) + (c.nesterov ? " nesterov" : "") + (c.factors.used ? " factors" : "") +
+         " step " + std::to_string(step);
 }
 
 void sgd_step(const SgdCase& c, Isa isa, bool vector_fma, const Numbers& gradient, int step, State& state) {
@@ -267,7 +269,8 @@ void compare_sgd(const SgdCase& c, bool vector_fma) {
         sgd_step(c, isa, vector_fma, numbers_of(gradient), step, state);
         const std::string what = describe(c, isa, shape, step);
         if (c.momentum != 0) {
-          const auto& theirs = static_cast<torch::optim::SGDParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
+          const auto& theirs =
+              static_cast<torch::optim::SGDParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
           expect_same_bits(state.first, numbers_of(theirs.momentum_buffer()), what + " momentum_buffer");
         }
         expect_same_bits(state.parameter, numbers_of(parameter), what + " parameter");

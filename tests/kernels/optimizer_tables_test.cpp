@@ -14,7 +14,15 @@ void exact_sqrt(float* data, int64_t count) {
 }
 
 // One bit a feature, so that a loop over numbers visits every combination.
-enum Feature : unsigned { kDecoupled = 1, kAmsgrad = 2, kFused = 4, kDecay = 8, kFactors = 16, kFloat16Copy = 32, kAdamEnd = 64 };
+enum Feature : unsigned {
+  kDecoupled = 1,
+  kAmsgrad = 2,
+  kFused = 4,
+  kDecay = 8,
+  kFactors = 16,
+  kFloat16Copy = 32,
+  kAdamEnd = 64
+};
 
 struct Operands {
   Array parameter, gradient, first, second, largest, copy;
@@ -77,7 +85,15 @@ TEST(OptimizerTables, AdamHasTheReferencesBitsWithEveryFeature) {
   }
 }
 
-enum SgdFeature : unsigned { kMomentum = 1, kNesterov = 2, kSgdFused = 4, kSgdDecay = 8, kSgdFactors = 16, kFirst = 32, kSgdEnd = 64 };
+enum SgdFeature : unsigned {
+  kMomentum = 1,
+  kNesterov = 2,
+  kSgdFused = 4,
+  kSgdDecay = 8,
+  kSgdFactors = 16,
+  kFirst = 32,
+  kSgdEnd = 64
+};
 
 void run_sgd(Isa isa, const Operands& o, unsigned features) {
   kernels(isa).sgd({o.parameter.count(),

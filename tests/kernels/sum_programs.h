@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: the canonical tree twice: as a program for sum_tree, and as the recursive definition that the program must obey.
+// Role: the canonical tree twice: as a program for sum_tree, and as the recursive definition that it must obey.
 // Invariants: written from docs/numerics.md section 1, independent of plugin/plan. Shapes: leaves of equal count.
 // Threads: none. Errors: none.
 #pragma once
@@ -39,7 +39,8 @@ inline std::vector<SumStep> tree_program(const std::vector<bool>& present) {
 
 // T over element i of the leaves, in fp32 or fp64; nothing when all are absent.
 template <typename Number>
-std::optional<Number> tree_value(const std::vector<Array>& leaves, const std::vector<bool>& present, int64_t i, int first, int count) {
+std::optional<Number> tree_value(const std::vector<Array>& leaves, const std::vector<bool>& present, int64_t i,
+                                 int first, int count) {
   if (count == 1) {
     if (!present[static_cast<size_t>(first)]) return std::nullopt;
     return static_cast<Number>(leaves[static_cast<size_t>(first)].value(i));

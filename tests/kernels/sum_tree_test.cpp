@@ -49,10 +49,12 @@ void expect_tables_agree(const SumCase& sum, bool checks, const std::string& wha
 
 TEST(SumTree, TheReferenceFollowsTheRecursiveDefinition) {
   for (int leaf_count = 1; leaf_count <= 70; ++leaf_count) {
-    const std::vector<Array> leaves = leaves_of(DType::kFloat32, leaf_count, 40, 7u + static_cast<unsigned>(leaf_count));
+    const std::vector<Array> leaves =
+        leaves_of(DType::kFloat32, leaf_count, 40, 7u + static_cast<unsigned>(leaf_count));
     for (int absent_every : {0, 1, 2, 3, 5}) {
       std::vector<bool> present(static_cast<size_t>(leaf_count), true);
-      for (int leaf = 0; absent_every > 0 && leaf < leaf_count; leaf += absent_every) present[static_cast<size_t>(leaf)] = false;
+      for (int leaf = 0; absent_every > 0 && leaf < leaf_count; leaf += absent_every)
+        present[static_cast<size_t>(leaf)] = false;
       SumCase sum;
       sum.steps = tree_program(present);
       if (sum.steps.empty()) continue;
@@ -108,7 +110,8 @@ TEST(SumTree, EveryEpilogueGivesTheReferencesBits) {
           sum.epilogue.divisor = divisor;
           for (const void* given : {static_cast<const void*>(nullptr), static_cast<const void*>(base.data())}) {
             sum.epilogue.base = given;
-            const std::string what = dtype_name(dtype) + " to " + dtype_name(output) + " divisor " + std::to_string(divisor);
+            const std::string what =
+                dtype_name(dtype) + " to " + dtype_name(output) + " divisor " + std::to_string(divisor);
             expect_tables_agree(sum, false, what);
             expect_tables_agree(sum, true, what + " checked");
           }
@@ -122,7 +125,8 @@ TEST(SumTree, LeavesOfDifferentDTypesAddUpInOneProgram) {
   for (int64_t count : ragged_counts()) {
     std::vector<Array> leaves;
     const DType dtypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-    for (unsigned leaf = 0; leaf < 11; ++leaf) leaves.push_back(awkward_array(dtypes[leaf % 3], count, Numbers::kFinite, leaf));
+    for (unsigned leaf = 0; leaf < 11; ++leaf)
+      leaves.push_back(awkward_array(dtypes[leaf % 3], count, Numbers::kFinite, leaf));
     SumCase sum;
     sum.steps = tree_program(std::vector<bool>(11, true));
     sum.add_operands(leaves);
@@ -264,8 +268,10 @@ TEST(SumTree, FieldCase4TheMeanOfFloat16LeavesNeitherOverflowsNorVanishes) {
   for (Isa isa : available_isas()) {
     for (size_t ranks : {3u, 4u, 5u, 8u}) {
       const auto divisor = static_cast<double>(ranks);
-      EXPECT_EQ(mean_of(isa, DType::kFloat16, std::vector<double>(ranks, 30000), DType::kFloat16, divisor), 30000) << name(isa);
-      EXPECT_EQ(mean_of(isa, DType::kFloat16, std::vector<double>(ranks, 0x1p-24), DType::kFloat16, divisor), 0x1p-24) << name(isa);
+      EXPECT_EQ(mean_of(isa, DType::kFloat16, std::vector<double>(ranks, 30000), DType::kFloat16, divisor), 30000)
+          << name(isa);
+      EXPECT_EQ(mean_of(isa, DType::kFloat16, std::vector<double>(ranks, 0x1p-24), DType::kFloat16, divisor), 0x1p-24)
+          << name(isa);
       std::vector<double> opposed(ranks, -60000);
       opposed[0] = 60000;
       EXPECT_TRUE(std::isfinite(mean_of(isa, DType::kFloat16, opposed, DType::kFloat16, divisor))) << name(isa);
