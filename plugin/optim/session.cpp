@@ -106,11 +106,8 @@ void Session::agree(const engine::ModuleView& view, const std::string& name) {
         members_[g].push_back(static_cast<int64_t>(found->second));
       }
     }
-    for (const auto& [key, state] : inner_->state()) {
-      TORCH_CHECK(kind_ != Kind::kUnknown,
-                  "the optimizer has state already, of a type that can not be cut into shards; call shard() before its "
-                  "first step");
-    }
+    TORCH_CHECK(kind_ != Kind::kUnknown || inner_->state().empty(),
+                "the optimizer has state already, of a type that can not be cut into shards; call shard() before its first step");
   } catch (const std::exception& error) {
     statement.local_error = comm::text_of(error);
   }
