@@ -4,6 +4,7 @@
 #pragma once
 #include <string>
 
+#include <c10/util/Exception.h>  // torch/ordered_dict.h uses its macros and does not include it
 #include <torch/ordered_dict.h>
 
 #include <trueshard/sharded_optimizer.h>
