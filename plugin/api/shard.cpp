@@ -5,6 +5,7 @@
 
 #include <trueshard/sharded_optimizer.h>
 
+#include "plugin/comm/torch_version.h"
 #include "plugin/engine/gradient_hooks.h"
 #include "plugin/engine/module_view.h"
 #include "plugin/optim/session.h"
@@ -17,6 +18,7 @@ template <typename Module>
 std::unique_ptr<ShardedOptimizer> make(Module& module, std::unique_ptr<torch::optim::Optimizer> optimizer,
                                        const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                        const ShardOptions& options) {
+  comm::require_compatible_torch();
   TORCH_CHECK(group, "trueshard shard: the process group is null; make it with trueshard::init_process_group()");
   const auto view = engine::view_module(module, options.mp_policy());
   return std::make_unique<ShardedOptimizer>(
