@@ -6,7 +6,9 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/profiler.h>
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "plugin/comm/errors.h"
 #include "plugin/engine/dtypes.h"
@@ -241,6 +243,11 @@ void Reducer::end_synchronised_pass() {
       note_error("the pass that ends a NoSyncGuard used the loss scale " + std::to_string(pass.scale) +
                  ", the passes inside " + std::to_string(deferred_scale_) +
                  " (0: not scaled); scale every loss of a step with the same ShardedGradScaler");
+    }
+    if (tree_scale_ >= 0 && tree_scale_ != pass.scale && !pass.abandoned) {
+      note_error("passes of one step used the loss scales " + std::to_string(tree_scale_) + " and " +
+                 std::to_string(pass.scale) +
+                 " (0: not scaled); scale every loss of a step with the same ShardedGradScaler and update() after it");
     }
     const int64_t buckets = static_cast<int64_t>(sums_.size());
     pass.missing.assign(sums_.size(), 0);  // whatever has not come does not come any more
@@ -482,6 +489,7 @@ int64_t Reducer::deferred_bytes() const {
   for (const auto& tensor : deferred_) bytes += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
   return bytes;
 }
+int64_t Reducer::exchange_bytes() const { return std::accumulate(area_touched_.begin(), area_touched_.end(), int64_t{0}); }
 int64_t Reducer::partial_bytes() const {
   int64_t bytes = 0;
   for (const auto& sums : sums_) bytes += sums.extra_bytes();

@@ -75,7 +75,7 @@ class Reducer : public GradientSink, public BackwardMember {
   const ReducerCounters& counters() const { return counters_; }
   int64_t deferred_bytes() const;
   int64_t partial_bytes() const;
-  int64_t exchange_bytes() const { return touched_exchange_bytes_; }
+  int64_t exchange_bytes() const;  // touched so far
   comm::Channel& channel() { return *channel_; }
 
   // Posts a message of the optimizer's sequence and waits for everybody's; the caller ends with done(seq).
@@ -151,7 +151,7 @@ class Reducer : public GradientSink, public BackwardMember {
   size_t area_bytes_ = 0;
   std::vector<size_t> narrow_offset_, wide_offset_;  // per parameter, bytes in its bucket's area
   std::vector<uint64_t> area_user_;                  // message that last used the area
-  int64_t touched_exchange_bytes_ = 0;
+  std::vector<int64_t> area_touched_;                // bytes of the largest bucket that used it
 
   std::optional<Pass> pass_;
   int64_t passes_ = 0;

@@ -53,6 +53,7 @@ void Reducer::lay_out_areas() {
   area_count_ =
       std::max<int64_t>(1, model_->options().stage() == Stage::Zero2 ? std::min<int64_t>(buckets, 3) : buckets);
   area_user_.assign(static_cast<size_t>(area_count_), 0);
+  area_touched_.assign(static_cast<size_t>(area_count_), 0);
   areas_ = model_->transport()->allocate(model_->name() + "/exchange", area_bytes_ * static_cast<size_t>(area_count_));
 }
 
@@ -150,10 +151,14 @@ void Reducer::post_bucket(int64_t bucket) {
   auto& pass = *pass_;
   const auto& placements = model_->plan().buckets[bucket].placements;
   std::vector<std::byte> record(sizeof(MessageHeader) + placements.size());
+  int64_t bytes = 0;
   for (size_t i = 0; i < placements.size(); ++i) {
     const int64_t p = placements[i].parameter;
     if (!(pass.leaf[p] & kCopied)) copy_leaf(bucket, static_cast<int64_t>(i));
     uint8_t flags = pass.leaf[p] & (kPresent | kWide);
+    if (flags & kPresent) {
+      bytes += placements[i].numel * ((flags & kWide) ? model_->master_itemsize(p) : model_->compute_itemsize(p));
+    }
     if (is_frozen(p)) flags |= kFrozen;
     if (pass.zeroed[p]) flags |= kZeroed;
     record[sizeof(MessageHeader) + i] = static_cast<std::byte>(flags);
@@ -172,6 +177,8 @@ void Reducer::post_bucket(int64_t bucket) {
   Stopwatch watch(counters_.seconds_communicating);
   pass.posted[bucket] = channel_->post(fingerprint, record.data(), record.size());
   area_user_[(pass.first_area + bucket) % area_count_] = pass.posted[bucket];
+  auto& touched = area_touched_[(pass.first_area + bucket) % area_count_];
+  touched = std::max(touched, bytes);
   ++pass.next_post;
 }
 
