@@ -65,12 +65,16 @@ std::byte* Reducer::leaf_data(int64_t bucket, int64_t placement, bool wide, int 
 }
 
 bool Reducer::area_is_free(int64_t bucket, bool wait) {
-  if (bucket >= pass_->next_post + area_count_) return false;  // an earlier bucket of this pass will use it first
-  const uint64_t user = area_user_[(pass_->first_area + bucket) % area_count_];
+  auto& pass = *pass_;
+  if (bucket >= pass.next_sum + area_count_) {  // an earlier bucket of this pass lies there, and this rank has not summed it
+    if (!wait || bucket >= pass.next_post + area_count_) return false;
+    while (bucket >= pass.next_sum + area_count_) sum_bucket(pass.next_sum);
+  }
+  const uint64_t user = area_user_[(pass.first_area + bucket) % area_count_];
   if (user == 0 || channel_->all_read(user)) return true;
   if (!wait) return false;
-  // Everybody can read only what everybody has posted: this rank must not owe them a sum while it waits.
-  while (pass_->next_sum < pass_->next_post) sum_bucket(pass_->next_sum);
+  // Peers read only what they have everybody's message for: this rank must not owe them a sum while it waits.
+  while (pass.next_sum < pass.next_post) sum_bucket(pass.next_sum);
   channel_->wait_all_read(user);
   return true;
 }

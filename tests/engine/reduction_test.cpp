@@ -55,7 +55,9 @@ void expect_tree(int world, int passes, torch::Dtype dtype, const Config& config
         const auto got = whole_gradient(*optimizer, i);
         // Shards are in the parameter's memory order.
         const auto ordered = expected.numel() == 0 ? expected.reshape({-1}) : torch::empty_strided(params[i].sizes(), params[i].strides(), expected.options()).copy_(expected).as_strided({expected.numel()}, {1});
-        EXPECT_TRUE(same_bits(got, ordered)) << "rank " << rank << " step " << step << " parameter " << i << "\n" << got << "\n" << ordered;
+        EXPECT_TRUE(same_bits(got, ordered)) << "rank " << rank << " step " << step << " parameter " << i << " bucket "
+                                               << config.bucket_bytes << " stage " << static_cast<int>(config.stage) << " differs in "
+                                               << (got.defined() ? got.ne(ordered).sum().item<int64_t>() : -1);
       }
     }
   });

@@ -90,7 +90,7 @@ inline torch::Tensor whole_gradient(ShardedOptimizer& optimizer, size_t i) {
   const auto& process_group = optimizer.group();
   auto size = torch::tensor({shard.defined() ? shard.numel() : int64_t{-1}}, torch::kLong);
   auto sizes = torch::empty({process_group->getSize()}, torch::kLong);
-  process_group->_allgather_base(sizes, size)->wait();
+  process_group->all_gather_single(sizes, size)->wait();
   const int64_t longest = sizes.max().item<int64_t>();
   if (longest < 0) return {};
   TORCH_CHECK(sizes.min().item<int64_t>() >= 0, "some shards of the parameter have a gradient, some not");
@@ -98,7 +98,7 @@ inline torch::Tensor whole_gradient(ShardedOptimizer& optimizer, size_t i) {
   auto padded = torch::zeros({longest}, shard.options().requires_grad(false));
   padded.narrow(0, 0, shard.numel()).copy_(shard.detach());
   auto all = torch::empty({longest * process_group->getSize()}, padded.options());
-  process_group->_allgather_base(all, padded)->wait();
+  process_group->all_gather_single(all, padded)->wait();
   std::vector<torch::Tensor> pieces;
   for (int r = 0; r < process_group->getSize(); ++r) pieces.push_back(all.narrow(0, r * longest, sizes[r].item<int64_t>()));
   return torch::cat(pieces);
