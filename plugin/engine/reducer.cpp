@@ -257,8 +257,7 @@ void Reducer::end_synchronised_pass() {
     }
   } catch (const c10::DistBackendError& error) {
     pass_.reset();
-    broken_ = comm::text_of(error);
-    throw;
+    break_off(error);
   }
   if (!pass.abandoned) {
     for (size_t p = 0; p < expected_.size(); ++p) expected_[p] = std::max(expected_[p], pass.contributions[p]);
@@ -284,6 +283,16 @@ void Reducer::end_synchronised_pass() {
 
 // ---- finish and zero -----------------------------------------------------------------------------------------------
 
+void Reducer::break_off(const c10::DistBackendError& error) {
+  broken_ = comm::text_of(error);
+  if (!model_->transport()->failed()) {  // nobody died or was late: the ranks made different calls
+    broken_ +=
+        " (if the ranks ran different numbers of backward passes, let those with less data call empty_pass(); the "
+        "weights are unchanged, but this optimizer can not go on: call shard() again)";
+  }
+  comm::throw_backend_error(broken_);
+}
+
 uint64_t Reducer::meet(const comm::Fingerprint& fingerprint, const MessageHeader& header) {
   throw_if_broken();
   try {
@@ -291,11 +300,7 @@ uint64_t Reducer::meet(const comm::Fingerprint& fingerprint, const MessageHeader
     channel_->wait_all_posted(seq);
     return seq;
   } catch (const c10::DistBackendError& error) {
-    broken_ = comm::text_of(error) +
-              " (ranks must make the same calls; if they ran different numbers of backward passes, let those with less "
-              "data call empty_pass(). "
-              "The weights are unchanged; this optimizer can not go on: make it anew)";
-    comm::throw_backend_error(broken_);
+    break_off(error);
   }
 }
 
@@ -392,7 +397,11 @@ void Reducer::hide_gradients(const std::vector<at::Tensor>& stand_ins) {
 
 void Reducer::done_and_wait(uint64_t seq) {
   channel_->done_reading(seq);
-  channel_->wait_all_read(seq);
+  try {
+    channel_->wait_all_read(seq);
+  } catch (const c10::DistBackendError& error) {
+    break_off(error);
+  }
 }
 
 bool Reducer::has_base() const {

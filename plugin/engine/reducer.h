@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/Exception.h>
+
 #include "plugin/comm/channel.h"
 #include "plugin/engine/backward_tracker.h"
 #include "plugin/engine/gradient_hooks.h"
@@ -117,6 +119,7 @@ class Reducer : public GradientSink, public BackwardMember {
   void end_synchronised_pass();
   void end_deferred_pass();
   void throw_if_broken() const;
+  [[noreturn]] void break_off(const c10::DistBackendError& error);  // later calls throw the same text at once
   bool is_frozen(int64_t parameter) const;
   bool detect_zeroed(int64_t parameter) const;
   void install_hooks();

@@ -103,7 +103,7 @@ TEST(FieldCase06, ParametersUsedOnSomeRanksOnly) {
   for (const auto stage : all_stages()) {
     const auto results = run_threads(2, [&](int rank, const Group& group) {
       // a, b, c: fp32; d: 16-bit, used in the last of three passes only.
-      Toy module({torch::zeros({4}), torch::zeros({4}), torch::zeros({4}), torch::zeros({4}, torch::kBFloat16)});
+      Toy module = toy_of({torch::zeros({4}), torch::zeros({4}), torch::zeros({4}), torch::zeros({4}, torch::kBFloat16)});
       auto optimizer = shard(*module, torch::optim::Adam(module->parameters(), 0.1), group, ShardOptions().stage(stage).bucket_bytes(16));
       const std::vector<float> two(4, 2.0f), six(4, 6.0f), none;
       for (int step = 0; step < 2; ++step) {

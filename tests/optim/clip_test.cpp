@@ -110,7 +110,7 @@ TEST(FieldCase09, HugeAndTinyGradients) {
   const auto norm = [](int world, torch::Dtype dtype, float value, int count, double limit) {
     double result = 0;
     const auto results = run_threads(world, [&](int rank, const Group& group) {
-      Toy module({torch::zeros({count}, dtype)});
+      Toy module = toy_of({torch::zeros({count}, dtype)});
       auto optimizer = sgd(module, group);
       backward_with(module, {std::vector<float>(static_cast<size_t>(count), value)});
       const double n = clip_grad_norm_(*optimizer, limit);
@@ -132,7 +132,7 @@ TEST(FieldCase09, HugeAndTinyGradients) {
 TEST(FieldCase09, Fp64GradientsBeyondTheRangeOfTheirSquares) {
   const auto results = run_threads(3, [&](int, const Group& group) {
     for (const double value : {1e300, 1e-300}) {
-      Toy module({torch::zeros({400}, torch::kDouble)});
+      Toy module = toy_of({torch::zeros({400}, torch::kDouble)});
       auto optimizer = sgd(module, group);
       backward_with(module->parameters(), {torch::full({400}, value, torch::kDouble)});
       EXPECT_NEAR(clip_grad_norm_(*optimizer, kInf) / (20.0 * value), 1.0, 1e-9);
@@ -146,7 +146,7 @@ TEST(FieldCase10, NonFiniteNormsAlterNothing) {
   for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
     for (const int where : {0, 1, 2}) {
       const auto results = run_threads(3, [&](int, const Group& group) {
-        Toy module({torch::zeros({48})});
+        Toy module = toy_of({torch::zeros({48})});
         auto optimizer = sgd(module, group);
         std::vector<float> gradient(48, 5.0f);
         gradient[static_cast<size_t>(16 * where)] = bad;
@@ -183,7 +183,7 @@ TEST(FieldCase11, MixedDtypes) {
 }
 TEST(FieldCase11, ARankMayUseADtypeTheOthersDoNot) {
   const auto results = run_threads(3, [&](int rank, const Group& group) {
-    Toy module({torch::zeros({4}, torch::kBFloat16), torch::zeros({4}), torch::zeros({4}, torch::kDouble), torch::zeros({4}, torch::kHalf)});
+    Toy module = toy_of({torch::zeros({4}, torch::kBFloat16), torch::zeros({4}), torch::zeros({4}, torch::kDouble), torch::zeros({4}, torch::kHalf)});
     auto optimizer = sgd(module, group, ShardOptions().gradient_divide_factor(1));
     std::vector<torch::Tensor> gradients(4);
     gradients[static_cast<size_t>(rank)] = torch::full({4}, 1.0);
@@ -245,7 +245,7 @@ TEST(ClipGradNorm, WithoutAnyGradientIsZero) {
 
 TEST(ClipGradNorm, SeesWhatTheUserWroteToTheShards) {
   const auto results = run_threads(3, [&](int rank, const Group& group) {
-    Toy module({torch::zeros({48})});
+    Toy module = toy_of({torch::zeros({48})});
     auto optimizer = sgd(module, group);
     backward_with(module, {std::vector<float>(48, 1.0f)});
     optimizer->finish_reduction();

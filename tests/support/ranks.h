@@ -39,7 +39,7 @@ struct Rank {  // what a rank's function is given
   int world = 1;
   c10::intrusive_ptr<c10d::Store> store;
   std::atomic<int>* marks = nullptr;  // kMarks numbers, zero at first, shared by all ranks and the test itself
-  Group group(std::chrono::milliseconds timeout = std::chrono::seconds(60), const std::string& name = "test") const {
+  Group group(std::chrono::milliseconds timeout = std::chrono::seconds(60), const std::string& name = "") const {
     return init_process_group(store, rank, world, ProcessGroupOptions().timeout(timeout).group_name(name));
   }
 };

@@ -19,10 +19,11 @@ struct ToyImpl : torch::nn::Module {
 };
 TORCH_MODULE(Toy);
 
+inline Toy toy_of(const std::vector<torch::Tensor>& values) { return Toy(std::make_shared<ToyImpl>(values)); }
 inline Toy toy(const std::vector<std::vector<float>>& values, torch::Dtype dtype = torch::kFloat) {
   std::vector<torch::Tensor> tensors;
   for (const auto& v : values) tensors.push_back(torch::tensor(v, torch::kFloat).to(dtype));
-  return Toy(tensors);
+  return toy_of(tensors);
 }
 
 // One backward pass in which parameter i gets exactly gradients[i]; undefined ones are not used.
