@@ -22,7 +22,7 @@ namespace trueshard::comm {
 
 // What a rank says it is doing. Fields that a call does not use stay 0. Compared field by field.
 struct Fingerprint {
-  char operation[24] = {};  // "allreduce", "reduce bucket", "finish reduction", ...
+  char operation[40] = {};  // "allreduce", "reduce bucket", "finish reduction", ...
   uint32_t dtype = 0;       // at::ScalarType + 1, 0: none
   uint32_t reduction = 0;   // c10d::ReduceOp::RedOpType + 1, 0: none
   int32_t root = -1;

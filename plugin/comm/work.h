@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Role: one collective that was started, and the queue of those that have not ended.
+// Invariants: I1 operations run one at a time, in the order they were given. I2 a synchronous one runs on its caller's thread
+// when nothing else runs or waits. I3 wait() on a failed operation throws its error every time. I4 stop() ends what has not
+// begun with an error and waits only for the worker thread, never for another rank.
+// Threads: Work from any thread; the queue from one caller at a time beside its own worker. Errors: what the operation threw.
+#pragma once
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace trueshard::comm {
+
+class CollectiveWork final : public c10d::Work {
+ public:
+  CollectiveWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& inputs,
+                 std::vector<at::Tensor> outputs)
+      : Work(rank, type, title, inputs), outputs_(std::move(outputs)) {}
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  void synchronize() override {}
+  uint64_t getSequencenumber() const override { return sequence; }
+  void abort() override;
+  void complete(std::exception_ptr error);
+
+  std::function<void()> operation;  // run once, then dropped with everything it holds
+  uint64_t sequence = 0;
+
+ private:
+  void complete_future(const c10::intrusive_ptr<c10::ivalue::Future>& future, const std::exception_ptr& error) const;
+  std::vector<at::Tensor> outputs_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when somebody asks
+  bool future_due_ = false;
+};
+
+class WorkQueue {
+ public:
+  WorkQueue() = default;
+  ~WorkQueue();
+  WorkQueue(const WorkQueue&) = delete;
+  WorkQueue& operator=(const WorkQueue&) = delete;
+
+  void start(const c10::intrusive_ptr<CollectiveWork>& work);  // on the worker
+  // Runs it here and throws its error, when the queue is idle; else as start().
+  void start_here_if_idle(const c10::intrusive_ptr<CollectiveWork>& work);
+  bool idle();
+  void wait_until_idle();
+  // What has not begun ends with `error`; later operations too.
+  void stop(std::exception_ptr error);
+
+ private:
+  void enqueue(const c10::intrusive_ptr<CollectiveWork>& work);  // with the mutex held
+  void run_worker();
+  static void run(CollectiveWork& work);
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<CollectiveWork>> waiting_;
+  bool running_ = false;
+  std::exception_ptr stopped_;
+  std::thread worker_;
+};
+
+}  // namespace trueshard::comm
