@@ -69,11 +69,50 @@ void plain_tree(const void* const* leaves, const Finish<float>& finish, int64_t 
   if (i < count) store_part<Out>(output + i, count - i, apply(division, tree_part<In, kCount>(leaves, i, count - i)));
 }
 
+// Rows of the tree that go out finished and give their squares on the way: the arithmetic of the squares then runs
+// while the next rows come from memory, which a second loop over the block would not allow.
+template <class In, int kCount>
+struct SquaresOfFinishedRows {
+  const void* const* leaves;
+  const Finish<float>& finish;
+  int64_t begin;
+  float* block;
+  TRUESHARD_INLINE Doubles row(int r) const {
+    const int64_t i = begin + r * kRow;
+    store_f32(block + r * kRow, finish_row<Float32>(finish, tree_row<In, 0, kCount>(leaves, i), i, kRow));
+    return widen(block + r * kRow);
+  }
+  TRUESHARD_INLINE Doubles pair(int r) const {
+    const Doubles first = row(r);
+    return add_exact_square(row(r + 1), multiply(first, first));
+  }
+};
+
+template <class In, int kCount>
+TRUESHARD_INLINE void squared_block(const void* const* leaves, const Finish<float>& finish, int64_t begin) {
+  alignas(64) float rows[4 * kRow];
+  Doubles quarters[4];
+  for (int q = 0; q < 4; ++q) {
+    const SquaresOfFinishedRows<In, kCount> source{leaves, finish, begin + q * 4 * kRow, rows};
+    quarters[q] = sum_rows<0, 4>(source);
+  }
+  store_square_sum(finish, begin, sum_lanes(add(add(quarters[0], quarters[1]), add(quarters[2], quarters[3]))));
+}
+
+// Fused squares only where they are asked for in practice, and not in the plain build, whose code they would blow up.
 template <class In, int kCount>
 void checked_tree(const void* const* leaves, const Finish<float>& finish, int64_t count) {
+  constexpr bool kVectors = TRUESHARD_CPU_LEVEL > 0;
+  const bool fused = kVectors && finish.square_sums != nullptr && finish.output_dtype == DType::kFloat32;
   alignas(64) float block[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t size = count - begin < kBlock ? count - begin : kBlock;
+    if constexpr (kVectors) {
+      if (fused && size == kBlock) {
+        squared_block<In, kCount>(leaves, finish, begin);
+        continue;
+      }
+    }
     int64_t i = 0;
     for (; i + kRow <= size; i += kRow) store_f32(block + i, tree_row<In, 0, kCount>(leaves, begin + i));
     if (i < size) store_f32(block + i, tree_part<In, kCount>(leaves, begin + i, size - i));
@@ -83,8 +122,9 @@ void checked_tree(const void* const* leaves, const Finish<float>& finish, int64_
 
 template <class In, int kCount>
 void whole_tree(const void* const* leaves, const Finish<float>& finish, int64_t count) {
-  const bool checked = finish.base != nullptr || finish.nonfinite != nullptr || finish.square_sums != nullptr;
-  if (checked) return checked_tree<In, kCount>(leaves, finish, count);
+  if (finish.base != nullptr || finish.nonfinite != nullptr || finish.square_sums != nullptr) {
+    return checked_tree<In, kCount>(leaves, finish, count);
+  }
   switch (finish.output_dtype) {
     case DType::kBFloat16:
       return plain_tree<In, kCount, BFloat16>(leaves, finish, count);

@@ -60,36 +60,42 @@ TRUESHARD_INLINE void zero_fill(Number* block, int64_t count) {
   for (int64_t i = (count + kRow - 1) / kRow * kRow; i < kBlock; ++i) block[i] = 0;
 }
 
+// Divides one row, adds the base, stores it rounded, and gives back what was rounded.
 template <class Out>
-TRUESHARD_INLINE void finish_row(const Finish<float>& finish, float* value, int64_t index, int64_t part) {
-  Floats x = apply(finish.division, load_f32(value));
+TRUESHARD_INLINE Floats finish_row(const Finish<float>& finish, Floats x, int64_t index, int64_t part) {
+  x = apply(finish.division, x);
   if (finish.base != nullptr) {
     const float* base = finish.base + index;
     x = add(part == kRow ? load_f32(base) : load_part<Float32>(base, part), x);
   }
-  store_f32(value, x);
   auto* output = static_cast<typename Out::Element*>(finish.output) + index;
   if (part == kRow) {
     Out::store(output, x);
   } else {
     store_part<Out>(output, part, x);
   }
+  return x;
 }
 
 template <class Out>
 TRUESHARD_INLINE void finish_rows(const Finish<float>& finish, float* block, int64_t begin, int64_t count) {
   int64_t i = 0;
-  for (; i + kRow <= count; i += kRow) finish_row<Out>(finish, block + i, begin + i, kRow);
-  if (i < count) finish_row<Out>(finish, block + i, begin + i, count - i);
+  for (; i + kRow <= count; i += kRow) {
+    store_f32(block + i, finish_row<Out>(finish, load_f32(block + i), begin + i, kRow));
+  }
+  if (i < count) store_f32(block + i, finish_row<Out>(finish, load_f32(block + i), begin + i, count - i));
 }
 
 // fp32 squares cannot overflow in fp64, so a block sum is finite exactly when all its values are.
+TRUESHARD_INLINE void store_square_sum(const Finish<float>& finish, int64_t begin, double sum) {
+  finish.square_sums[begin / kBlock] = sum;
+  if (finish.nonfinite != nullptr && !(sum <= __DBL_MAX__)) *finish.nonfinite = 1;
+}
+
 TRUESHARD_INLINE void check_block(const Finish<float>& finish, float* block, int64_t begin, int64_t count) {
   if (finish.square_sums != nullptr) {
     if (count < kBlock) zero_fill(block, count);
-    const double sum = block_square_sum(block);
-    finish.square_sums[begin / kBlock] = sum;
-    if (finish.nonfinite != nullptr && !(sum <= __DBL_MAX__)) *finish.nonfinite = 1;
+    store_square_sum(finish, begin, block_square_sum(block));
   } else if (finish.nonfinite != nullptr) {
     FiniteCheck check;
     for (int64_t i = 0; i < count; i += kRow) check.see(load_f32(block + i));
