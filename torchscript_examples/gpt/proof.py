@@ -17,11 +17,14 @@ from dataclasses import dataclass
 
 from picture import loss_picture
 
+KIB = 1 << 10
 MIB = 1 << 20
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK",
                     "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
-MODEL = {"width": 160, "heads": 5, "layers": 4, "context": 128, "batch": 8, "lr": 4e-3}
+MODEL = {"width": 160, "heads": 5, "layers": 4, "context": 128, "batch": 4, "lr": 3e-3}
 TINY = {"width": 32, "heads": 2, "layers": 2, "context": 32, "batch": 4, "lr": 4e-3, "corpus-bytes": MIB}
+BUCKETS = (MIB, 128 * KIB)
+TINY_BUCKETS = (32 * KIB, 4 * KIB)
 DEADLINE = 1800  # seconds for one run; a run that hangs is a failure, not a wait
 
 
@@ -31,18 +34,19 @@ class Row:
     stage: str
     ranks: int = 4
     passes: int = 1
-    bucket: int = MIB
+    bucket: int = 1 << 20
     overlap: str = "on"
 
     def name(self):
         return f"{self.stage}-{self.ranks}x{self.passes}-{self.bucket}-{self.overlap}"
 
 
-def rows():
+def rows(buckets):
+    """`buckets`: a larger and a smaller bucket size; both cut the model into several buckets."""
     stages = ("replicated", "zero1", "zero2")
     table = [Row(stage, bucket=bucket, overlap=overlap)
-             for stage in stages for bucket in (MIB, MIB // 8) for overlap in ("on", "off")]
-    return table + [Row("zero2", ranks=2, passes=2), Row("zero2", ranks=1, passes=4)]
+             for stage in stages for bucket in buckets for overlap in ("on", "off")]
+    return table + [Row("zero2", ranks=2, passes=2, bucket=buckets[0]), Row("zero2", ranks=1, passes=4, bucket=buckets[0])]
 
 
 class Failure(Exception):
@@ -144,16 +148,16 @@ HEADINGS = ("stage", "ranks x passes", "bucket", "overlap", "last loss", "weight
 
 def cells(row, journals):
     mean = {key: sum(journal["memory"][key] for journal in journals) / len(journals) / 1e6 for key in journals[0]["memory"]}
-    return (row.stage, f"{row.ranks} x {row.passes}", f"{row.bucket // 1024} KiB", row.overlap,
+    return (row.stage, f"{row.ranks} x {row.passes}", f"{row.bucket // KIB} KiB", row.overlap,
             f"{journals[0]['steps'][-1]['loss']:.9f}", journals[0]["digest"], f"{mean['ledger']:.2f}",
             f"{mean['formula']:.2f}", f"{mean['process']:.0f}", f"{speed(journals[0]):.0f}")
 
 
-def proof(launcher, model, steps):
+def proof(launcher, model, steps, ways):
     options = {**model, "dtype": "bf16", "steps": steps, "warmup": 4, "growth-interval": 5}
     results, lines = [], []
     widths = [max(len(heading), width) for heading, width in zip(HEADINGS, (10, 0, 8, 0, 11, 16, 0, 0, 0, 0))]
-    for row in [None] + rows():
+    for row in [None] + ways:
         if row is None:
             texts = HEADINGS
         else:
@@ -215,11 +219,12 @@ def main():
     arguments.out.mkdir(parents=True, exist_ok=True)
     launcher = Launcher(arguments.program, arguments.corpus, arguments.out)
     model = TINY if arguments.tiny else MODEL
+    ways = rows(TINY_BUCKETS if arguments.tiny else BUCKETS)
     try:
         print("== main job: 4 ranks x 2 passes, ZeRO-2, bf16 compute, fp32 masters", flush=True)
         journal = main_job(launcher, model, arguments)
-        print(f"== proof: {len(rows())} ways to run the same {arguments.proof_steps} steps", flush=True)
-        results, lines = proof(launcher, model, arguments.proof_steps)
+        print(f"== proof: {len(ways)} ways to run the same {arguments.proof_steps} steps", flush=True)
+        results, lines = proof(launcher, model, arguments.proof_steps, ways)
         draw(journal, results, arguments.out)
         (arguments.out / "table.txt").write_text("\n".join(lines) + "\n")
         digest = verdict(results)
