@@ -18,7 +18,6 @@
 #include "plugin/comm/backend.h"
 #include "plugin/comm/errors.h"
 #include "plugin/comm/torch_version.h"
-#include "plugin/comm/torch_version.h"
 
 namespace trueshard::comm {
 namespace {
@@ -109,7 +108,6 @@ c10::intrusive_ptr<c10d::Store> store_for(const Launch& launch, std::chrono::mil
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(const GroupRequest& request) {
-  require_compatible_torch();
   require_compatible_torch();
   TORCH_CHECK(request.size >= 1 && request.rank >= 0 && request.rank < request.size, "trueshard: init_process_group: rank ",
               request.rank, " of ", request.size, " ranks is not possible, expected 0 <= rank < world_size");
