@@ -11,8 +11,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(ProcessGroupOptions op
       {comm::store_for(launch, options.timeout()), launch.rank, launch.size, options.group_name(), options.timeout()});
 }
 
-c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int world_size,
-                                                          ProcessGroupOptions options) {
+c10::intrusive_ptr<c10d::ProcessGroup> init_process_group(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                          int world_size, ProcessGroupOptions options) {
   return comm::make_process_group({store, rank, world_size, options.group_name(), options.timeout()});
 }
 

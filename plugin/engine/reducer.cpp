@@ -68,7 +68,14 @@ Reducer::Reducer(std::shared_ptr<ShardedModel> model, std::vector<at::Tensor> sh
   install_hooks();
 }
 
-Reducer::~Reducer() { tracker_->remove(this); }
+Reducer::~Reducer() {
+  tracker_->remove(this);
+  for (int64_t p = 0; p < model_->size(); ++p) {  // plain libtorch can go on with the module
+    if (placeholder_set_[p] && model_->parameters()[p].tensor.grad().is_same(placeholders_[p])) {
+      model_->parameters()[p].tensor.mutable_grad() = at::Tensor();
+    }
+  }
+}
 
 std::string Reducer::me() const {
   return "trueshard[rank " + std::to_string(model_->rank()) + "/" + std::to_string(model_->world()) + "]";
@@ -121,6 +128,8 @@ void Reducer::after_accumulate(int64_t parameter) {
     return;
   }
   --pass.missing[bucket];
+  // The leaf goes to the exchange area at once, while it is warm, if its bucket has one already.
+  if (area_is_free(bucket, /*wait=*/false)) copy_leaf(bucket, model_->plan().placement_of[parameter]);
   advance(/*may_wait=*/tracker_->members() == 1);
 }
 
@@ -498,7 +507,9 @@ int64_t Reducer::deferred_bytes() const {
   for (const auto& tensor : deferred_) bytes += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
   return bytes;
 }
-int64_t Reducer::exchange_bytes() const { return std::accumulate(area_touched_.begin(), area_touched_.end(), int64_t{0}); }
+int64_t Reducer::exchange_bytes() const {
+  return std::accumulate(area_touched_.begin(), area_touched_.end(), int64_t{0});
+}
 int64_t Reducer::partial_bytes() const {
   int64_t bytes = 0;
   for (const auto& sums : sums_) bytes += sums.extra_bytes();

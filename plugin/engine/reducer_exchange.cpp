@@ -66,7 +66,8 @@ std::byte* Reducer::leaf_data(int64_t bucket, int64_t placement, bool wide, int 
 
 bool Reducer::area_is_free(int64_t bucket, bool wait) {
   auto& pass = *pass_;
-  if (bucket >= pass.next_sum + area_count_) {  // an earlier bucket of this pass lies there, and this rank has not summed it
+  if (bucket >=
+      pass.next_sum + area_count_) {  // an earlier bucket of this pass lies there, and this rank has not summed it
     if (!wait || bucket >= pass.next_post + area_count_) return false;
     while (bucket >= pass.next_sum + area_count_) sum_bucket(pass.next_sum);
   }
@@ -82,16 +83,6 @@ bool Reducer::area_is_free(int64_t bucket, bool wait) {
 void Reducer::advance(bool may_wait) {
   auto& pass = *pass_;
   const int64_t buckets = static_cast<int64_t>(sums_.size());
-  // Leaves that are complete leave their gradient's memory right away, while they are warm.
-  for (int64_t b = pass.next_post; b < std::min(buckets, pass.next_post + area_count_); ++b) {
-    if (!area_is_free(b, false)) break;
-    const auto& placements = model_->plan().buckets[b].placements;
-    for (size_t i = 0; i < placements.size(); ++i) {
-      const int64_t p = placements[i].parameter;
-      if (pass.contributions[p] > 0 && pass.contributions[p] >= expected_[p] && !(pass.leaf[p] & kCopied))
-        copy_leaf(b, static_cast<int64_t>(i));
-    }
-  }
   while (pass.next_post < buckets && pass.missing[pass.next_post] == 0) {
     if (!area_is_free(pass.next_post, may_wait)) break;
     post_bucket(pass.next_post);

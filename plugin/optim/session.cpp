@@ -107,7 +107,8 @@ void Session::agree(const engine::ModuleView& view, const std::string& name) {
       }
     }
     TORCH_CHECK(kind_ != Kind::kUnknown || inner_->state().empty(),
-                "the optimizer has state already, of a type that can not be cut into shards; call shard() before its first step");
+                "the optimizer has state already, of a type that can not be cut into shards; call shard() before its "
+                "first step");
   } catch (const std::exception& error) {
     statement.local_error = comm::text_of(error);
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What counts as a pass, and what happens to gradients that are deferred, missing, late, zeroed or left by an exception.
+// What counts as a pass, and what happens to gradients that are deferred, missing, late, zeroed or left by an
+// exception.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -19,7 +20,8 @@ TEST(FieldCase05, EveryPatternOfDeferredPassesGivesTheSameMean) {
     for (int pattern = 0; pattern < 8; ++pattern) {
       const auto results = run_threads(2, [&](int rank, const Group& group) {
         Toy module = toy({{0.0f}});
-        auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.0), group, ShardOptions().stage(stage));
+        auto optimizer =
+            shard(*module, torch::optim::SGD(module->parameters(), 0.0), group, ShardOptions().stage(stage));
         for (int pass = 0; pass < 4; ++pass) {
           const float value = static_cast<float>((pass + 1) * (rank == 0 ? 1 : 10));
           if (pass < 3 && (pattern >> pass & 1)) {
@@ -54,7 +56,8 @@ TEST(NoSyncGuard, LeftByAnExceptionRestoresTheEarlierMode) {
 TEST(NoSyncGuard, AddsUpLocallyInFp32AndJoinsEvenAnUnusedParameter) {
   const auto results = run_threads(3, [&](int rank, const Group& group) {
     Toy module = toy({{0.0f}, {0.0f}}, torch::kBFloat16);
-    auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.0), group, ShardOptions().gradient_divide_factor(1));
+    auto optimizer =
+        shard(*module, torch::optim::SGD(module->parameters(), 0.0), group, ShardOptions().gradient_divide_factor(1));
     {
       NoSyncGuard later(*optimizer);
       backward_with(module, {{256.0f}, {static_cast<float>(rank + 1)}});
@@ -93,7 +96,8 @@ TEST(NoSyncGuard, PatternsThatDifferAreAnErrorOnAllRanks) {
       NoSyncGuard later(*optimizer);
       backward_with(module, {{1.0f}});
     }
-    EXPECT_THAT(error_of([&] { backward_with(module, {{1.0f}}); }), AllOf(HasSubstr("deferred different numbers of passes"), HasSubstr("rank 1")));
+    EXPECT_THAT(error_of([&] { backward_with(module, {{1.0f}}); }),
+                AllOf(HasSubstr("deferred different numbers of passes"), HasSubstr("rank 1")));
   });
   ASSERT_TRUE(results.ok()) << results;
 }
@@ -103,8 +107,10 @@ TEST(FieldCase06, ParametersUsedOnSomeRanksOnly) {
   for (const auto stage : all_stages()) {
     const auto results = run_threads(2, [&](int rank, const Group& group) {
       // a, b, c: fp32; d: 16-bit, used in the last of three passes only.
-      Toy module = toy_of({torch::zeros({4}), torch::zeros({4}), torch::zeros({4}), torch::zeros({4}, torch::kBFloat16)});
-      auto optimizer = shard(*module, torch::optim::Adam(module->parameters(), 0.1), group, ShardOptions().stage(stage).bucket_bytes(16));
+      Toy module =
+          toy_of({torch::zeros({4}), torch::zeros({4}), torch::zeros({4}), torch::zeros({4}, torch::kBFloat16)});
+      auto optimizer = shard(*module, torch::optim::Adam(module->parameters(), 0.1), group,
+                             ShardOptions().stage(stage).bucket_bytes(16));
       const std::vector<float> two(4, 2.0f), six(4, 6.0f), none;
       for (int step = 0; step < 2; ++step) {
         optimizer->zero_grad();
@@ -195,13 +201,16 @@ struct ThrowInBackward : torch::autograd::Function<ThrowInBackward> {
 };
 
 // Gradients of the later parameter come first; then user code throws on the way to the earlier one.
-void failing_backward(Toy& module) { (ThrowInBackward::apply(module->tensors[0]) * module->tensors[1]).sum().backward(); }
+void failing_backward(Toy& module) {
+  (ThrowInBackward::apply(module->tensors[0]) * module->tensors[1]).sum().backward();
+}
 
 TEST(ExceptionInBackward, OnAllRanksLeavesTheOptimizerUsable) {
   for (const auto stage : all_stages()) {
     const auto results = run_threads(3, [&](int, const Group& group) {
       Toy module = toy({{2.0f}, {3.0f}});
-      auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 1.0), group, ShardOptions().stage(stage).bucket_bytes(1));
+      auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 1.0), group,
+                             ShardOptions().stage(stage).bucket_bytes(1));
       for (int step = 0; step < 3; ++step) {
         optimizer->zero_grad();
         EXPECT_THROW(failing_backward(module), std::runtime_error);
@@ -219,12 +228,16 @@ TEST(ExceptionInBackward, OnAllRanksLeavesTheOptimizerUsable) {
 TEST(ExceptionInBackward, OnOneRankIsAnErrorOnTheOthersAndZeroGradRecovers) {
   const auto results = run_threads(3, [&](int rank, const Group& group) {
     Toy module = toy({{2.0f}, {3.0f}});
-    auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 1.0), group, ShardOptions().bucket_bytes(1));
+    auto optimizer =
+        shard(*module, torch::optim::SGD(module->parameters(), 1.0), group, ShardOptions().bucket_bytes(1));
     for (int step = 0; step < 2; ++step) {
       if (rank == 1) {
         EXPECT_THROW(failing_backward(module), std::runtime_error);
       } else {
-        EXPECT_THAT(error_of([&] { backward_with(module, {{1.0f}, {1.0f}}); }), AllOf(HasSubstr("rank 1"), HasSubstr("left by an exception")));
+        EXPECT_THAT(error_of([&] {
+                      backward_with(module, {{1.0f}, {1.0f}});
+                    }),
+                    AllOf(HasSubstr("rank 1"), HasSubstr("left by an exception")));
       }
       optimizer->zero_grad();
     }
@@ -240,7 +253,8 @@ TEST(ExceptionInBackward, MustBeZeroedBeforeTheStep) {
     Toy module = toy({{2.0f}, {3.0f}});
     auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 1.0), group);
     EXPECT_THROW(failing_backward(module), std::runtime_error);
-    EXPECT_THAT(error_of([&] { optimizer->step(); }), AllOf(HasSubstr("left by an exception"), HasSubstr("zero_grad()")));
+    EXPECT_THAT(error_of([&] { optimizer->step(); }),
+                AllOf(HasSubstr("left by an exception"), HasSubstr("zero_grad()")));
     EXPECT_EQ(module->tensors[0].item<float>(), 2.0f);
   });
   ASSERT_TRUE(results.ok()) << results;
@@ -248,12 +262,14 @@ TEST(ExceptionInBackward, MustBeZeroedBeforeTheStep) {
 
 // A custom function that runs a backward of its own inside its backward, as activation recomputation does.
 struct Recompute : torch::autograd::Function<Recompute> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x, const torch::Tensor& weight) {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
+                               const torch::Tensor& weight) {
     context->save_for_backward({x});
     context->saved_data["weight"] = weight;
     return x * weight.detach();
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     auto x = context->get_saved_variables()[0].detach().requires_grad_();
     torch::AutoGradMode enabled(true);
     auto y = x * context->saved_data["weight"].toTensor();
@@ -267,7 +283,8 @@ TEST(Recomputation, InnerBackwardsBelongToTheOuterPass) {
     const auto results = run_threads(3, [&](int rank, const Group& group) {
       Toy module = toy({{2.0f}, {3.0f}, {5.0f}});
       auto params = module->parameters();
-      auto optimizer = shard(*module, torch::optim::SGD(params, 0.0), group, ShardOptions().stage(stage).bucket_bytes(1).gradient_divide_factor(1));
+      auto optimizer = shard(*module, torch::optim::SGD(params, 0.0), group,
+                             ShardOptions().stage(stage).bucket_bytes(1).gradient_divide_factor(1));
       for (int step = 0; step < 3; ++step) {
         optimizer->zero_grad();
         auto x = torch::full({1}, static_cast<float>(rank + 1), torch::requires_grad());
@@ -290,7 +307,8 @@ TEST(Zeroing, ThroughTheModuleOrTheBaseClassIsNoticed) {
     for (int way = 0; way < 3; ++way) {
       const auto results = run_threads(3, [&](int, const Group& group) {
         Toy module = toy({{0.0f}, {0.0f}});
-        auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.0), group, ShardOptions().stage(stage));
+        auto optimizer =
+            shard(*module, torch::optim::SGD(module->parameters(), 0.0), group, ShardOptions().stage(stage));
         for (int step = 0; step < 3; ++step) {
           backward_with(module, {{1.0f}, {2.0f}});
           backward_with(module, {{1.0f}, {2.0f}});
@@ -359,7 +377,8 @@ TEST(StaleGradients, ReadOrClippedLocallySayWhatToCall) {
       auto optimizer = shard(*module, std::move(inner), group, ShardOptions().stage(stage));
       backward_with(module, {{3.0f}, {4.0f}});
       EXPECT_THAT(error_of([&] { module->tensors[0].grad().item<float>(); }), HasSubstr("finish_reduction()"));
-      EXPECT_THAT(error_of([&] { torch::nn::utils::clip_grad_norm_(module->parameters(), 1.0); }), HasSubstr("trueshard::clip_grad_norm_"));
+      EXPECT_THAT(error_of([&] { torch::nn::utils::clip_grad_norm_(module->parameters(), 1.0); }),
+                  HasSubstr("trueshard::clip_grad_norm_"));
       EXPECT_THAT(error_of([&] { inner.step(); }), HasSubstr("ShardedOptimizer"));
       EXPECT_EQ(clip_grad_norm_(*optimizer, 100.0), 5.0);
     });
@@ -372,7 +391,9 @@ TEST(Frozen, ParametersThatDifferBetweenRanksAreAnError) {
     Toy module = toy({{1.0f}, {1.0f}});
     auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.1), group);
     if (rank == 1) module->tensors[1].set_requires_grad(false);
-    EXPECT_THAT(error_of([&] { backward_with(module, {{1.0f}, rank == 1 ? std::vector<float>{} : std::vector<float>{1.0f}}); }),
+    EXPECT_THAT(error_of([&] {
+                  backward_with(module, {{1.0f}, rank == 1 ? std::vector<float>{} : std::vector<float>{1.0f}});
+                }),
                 AllOf(HasSubstr("'p1'"), HasSubstr("trainable on rank 0"), HasSubstr("frozen on rank 1")));
   });
   ASSERT_TRUE(results.ok()) << results;
@@ -383,7 +404,8 @@ TEST(FieldCase23, FrozenParametersStayAndUnfreezeAsFreshOnes) {
   const auto results = run_threads(2, [&](int, const Group& group) {
     Toy module = toy({{1.0f}, {7.0f}});
     module->tensors[1].set_requires_grad(false);
-    auto optimizer = shard(*module, torch::optim::AdamW(module->parameters(), torch::optim::AdamWOptions(0.125).weight_decay(0.1)), group);
+    auto optimizer = shard(
+        *module, torch::optim::AdamW(module->parameters(), torch::optim::AdamWOptions(0.125).weight_decay(0.1)), group);
     for (int step = 0; step < 3; ++step) {
       optimizer->zero_grad();
       (module->tensors[0] * module->tensors[1]).sum().backward();

@@ -10,8 +10,8 @@ namespace {
 
 // Field case 1's shapes, a few larger and odd ones, one empty, one transposed.
 std::vector<torch::Tensor> shapes(torch::Dtype dtype) {
-  return {random_values(1, {7}, dtype),    random_values(2, {1}, dtype),      random_values(3, {5}, dtype),
-          random_values(4, {64}, dtype),   random_values(5, {33, 70}, dtype), torch::empty({0}, dtype),
+  return {random_values(1, {7}, dtype),          random_values(2, {1}, dtype),      random_values(3, {5}, dtype),
+          random_values(4, {64}, dtype),         random_values(5, {33, 70}, dtype), torch::empty({0}, dtype),
           random_values(6, {19, 31}, dtype).t(), random_values(7, {1031}, dtype)};
 }
 
@@ -23,7 +23,8 @@ struct Config {
 std::vector<Config> configs() {
   std::vector<Config> all;
   for (const auto stage : all_stages()) {
-    for (const int64_t bucket : {int64_t{1}, int64_t{32}, int64_t{4096}, int64_t{1} << 30}) all.push_back({stage, bucket, bucket != 32});
+    for (const int64_t bucket : {int64_t{1}, int64_t{32}, int64_t{4096}, int64_t{1} << 30})
+      all.push_back({stage, bucket, bucket != 32});
   }
   return all;
 }
@@ -32,14 +33,18 @@ torch::Tensor leaf_of(int64_t leaf, size_t parameter, const torch::Tensor& like)
   return random_values(1000 * leaf + static_cast<int64_t>(parameter), like.sizes(), like.scalar_type());
 }
 
-// Runs `passes` passes for `repeats` steps on `world` rank threads and returns rank 0's digest of all whole gradients of the last step,
-// after comparing them with the tree.
+// Runs `passes` passes for `repeats` steps on `world` rank threads and returns rank 0's digest of all whole gradients
+// of the last step, after comparing them with the tree.
 void expect_tree(int world, int passes, torch::Dtype dtype, const Config& config) {
   const int leaves = world * passes;
   const auto results = run_threads(world, [&](int rank, const Group& group) {
     Toy module(shapes(dtype));
     std::vector<torch::Tensor> params = module->parameters();
-    auto options = ShardOptions().stage(config.stage).bucket_bytes(config.bucket_bytes).overlap(config.overlap).gradient_divide_factor(leaves);
+    auto options = ShardOptions()
+                       .stage(config.stage)
+                       .bucket_bytes(config.bucket_bytes)
+                       .overlap(config.overlap)
+                       .gradient_divide_factor(leaves);
     auto optimizer = shard(*module, torch::optim::SGD(params, 0.0), group, options);
     for (int step = 0; step < 2; ++step) {  // the second step overlaps
       optimizer->zero_grad();
@@ -54,10 +59,15 @@ void expect_tree(int world, int passes, torch::Dtype dtype, const Config& config
         auto expected = tree(all) / static_cast<double>(leaves);
         const auto got = whole_gradient(*optimizer, i);
         // Shards are in the parameter's memory order.
-        const auto ordered = expected.numel() == 0 ? expected.reshape({-1}) : torch::empty_strided(params[i].sizes(), params[i].strides(), expected.options()).copy_(expected).as_strided({expected.numel()}, {1});
-        EXPECT_TRUE(same_bits(got, ordered)) << "rank " << rank << " step " << step << " parameter " << i << " bucket "
-                                               << config.bucket_bytes << " stage " << static_cast<int>(config.stage) << " differs in "
-                                               << (got.defined() ? got.ne(ordered).sum().item<int64_t>() : -1);
+        const auto ordered = expected.numel() == 0
+                                 ? expected.reshape({-1})
+                                 : torch::empty_strided(params[i].sizes(), params[i].strides(), expected.options())
+                                       .copy_(expected)
+                                       .as_strided({expected.numel()}, {1});
+        EXPECT_TRUE(same_bits(got, ordered))
+            << "rank " << rank << " step " << step << " parameter " << i << " bucket " << config.bucket_bytes
+            << " stage " << static_cast<int>(config.stage) << " differs in "
+            << (got.defined() ? got.ne(ordered).sum().item<int64_t>() : -1);
       }
     }
   });
@@ -101,7 +111,8 @@ TEST(ReducedGradientOnProcesses, IsTheSameAsOnThreads) {
     ASSERT_TRUE(processes.ok()) << processes;
     const auto threads = run_threads(world, body);
     ASSERT_TRUE(threads.ok()) << threads;
-    for (int r = 0; r < world; ++r) EXPECT_EQ(processes[r].report, threads[0].report) << "rank " << r << " of " << world;
+    for (int r = 0; r < world; ++r)
+      EXPECT_EQ(processes[r].report, threads[0].report) << "rank " << r << " of " << world;
   }
 }
 
@@ -150,12 +161,14 @@ TEST(Factorisation, RanksTimesPassesGiveTheSameWeights) {
     const auto results = run_threads(world, [&, w = world, n = passes](int rank, const Group& group) {
       Toy module(shapes(torch::kFloat));
       auto params = module->parameters();
-      auto optimizer = shard(*module, torch::optim::AdamW(params, torch::optim::AdamWOptions(1e-2)), group, ShardOptions().gradient_divide_factor(6));
+      auto optimizer = shard(*module, torch::optim::AdamW(params, torch::optim::AdamWOptions(1e-2)), group,
+                             ShardOptions().gradient_divide_factor(6));
       for (int step = 0; step < 3; ++step) {
         optimizer->zero_grad();
         for (int pass = 0; pass < n; ++pass) {
           std::vector<torch::Tensor> gradients;
-          for (size_t i = 0; i < params.size(); ++i) gradients.push_back(leaf_of(100 * step + pass * w + rank, i, params[i]));
+          for (size_t i = 0; i < params.size(); ++i)
+            gradients.push_back(leaf_of(100 * step + pass * w + rank, i, params[i]));
           backward_with(params, gradients);
         }
         optimizer->step();

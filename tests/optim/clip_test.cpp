@@ -19,7 +19,8 @@ std::unique_ptr<ShardedOptimizer> sgd(Toy& module, const Group& group, ShardOpti
 }
 
 std::vector<torch::Tensor> sizes_cut_anywhere() {
-  return {torch::zeros({3}), torch::zeros({300}), torch::zeros({257, 9}), torch::zeros({1}), torch::zeros({4099}), torch::zeros({0}), torch::zeros({40})};
+  return {torch::zeros({3}),    torch::zeros({300}), torch::zeros({257, 9}), torch::zeros({1}),
+          torch::zeros({4099}), torch::zeros({0}),   torch::zeros({40})};
 }
 
 // Field case 7: one number on every rank, for every world size, stage and bucket size, that of the unsharded gradient.
@@ -32,10 +33,13 @@ TEST(FieldCase07, TheNormHasTheSameBitsForEveryWorldSizeStageAndBucketSize) {
         for (const int64_t bucket : {int64_t{4}, int64_t{2000}, int64_t{1} << 30}) {
           const auto results = run_threads(world, [&](int, const Group& group) {
             Toy module(sizes_cut_anywhere());
-            auto optimizer = sgd(module, group, ShardOptions().stage(stage).bucket_bytes(bucket).gradient_divide_factor(world));
+            auto optimizer =
+                sgd(module, group, ShardOptions().stage(stage).bucket_bytes(bucket).gradient_divide_factor(world));
             std::vector<torch::Tensor> gradients;
-            for (size_t i = 0; i < module->tensors.size(); ++i) gradients.push_back(random_values(static_cast<int64_t>(i), module->tensors[i].sizes()));
-            // Sums of equal leaves over a power of two are exact; other world sizes get the leaves as one absent-or-there pattern.
+            for (size_t i = 0; i < module->tensors.size(); ++i)
+              gradients.push_back(random_values(static_cast<int64_t>(i), module->tensors[i].sizes()));
+            // Sums of equal leaves over a power of two are exact; other world sizes get the leaves as one
+            // absent-or-there pattern.
             backward_with(module->parameters(), gradients);
             std::ostringstream text;
             text << std::hexfloat << clip_grad_norm_(*optimizer, 1e30, p);
@@ -50,7 +54,8 @@ TEST(FieldCase07, TheNormHasTheSameBitsForEveryWorldSizeStageAndBucketSize) {
     for (const auto& report : reports) EXPECT_EQ(report, reports[0]) << "p = " << p;
     std::vector<torch::Tensor> all;
     const auto shapes = sizes_cut_anywhere();
-    for (size_t i = 0; i < shapes.size(); ++i) all.push_back(random_values(static_cast<int64_t>(i), shapes[i].sizes()).reshape({-1}).to(torch::kDouble));
+    for (size_t i = 0; i < shapes.size(); ++i)
+      all.push_back(random_values(static_cast<int64_t>(i), shapes[i].sizes()).reshape({-1}).to(torch::kDouble));
     reference = torch::cat(all).norm(p).item<double>();
     EXPECT_NEAR(std::strtod(reports[0].c_str(), nullptr) / reference, 1.0, 1e-6) << "p = " << p;
   }
@@ -97,7 +102,9 @@ TEST(FieldCase08, EveryNormTypeAndTheTextInf) {
       EXPECT_FLOAT_EQ(whole_gradient(o, 1).template item<float>(), 2.5f);
     });
     for (const double bad : {0.0, -1.0, -kInf, std::nan("")}) {
-      fresh([&](auto& o) { EXPECT_THAT(error_of([&] { clip_grad_norm_(o, 1.0, bad); }), HasSubstr("expected a number above 0")); });
+      fresh([&](auto& o) {
+        EXPECT_THAT(error_of([&] { clip_grad_norm_(o, 1.0, bad); }), HasSubstr("expected a number above 0"));
+      });
     }
     fresh([&](auto& o) { EXPECT_THAT(error_of([&] { clip_grad_norm_(o, -1.0); }), HasSubstr("expected 0 or more")); });
     fresh([&](auto& o) { EXPECT_THAT(error_of([&] { clip_grad_norm_(o, 1.0, "two"); }), HasSubstr("\"inf\"")); });
@@ -152,7 +159,8 @@ TEST(FieldCase10, NonFiniteNormsAlterNothing) {
         gradient[static_cast<size_t>(16 * where)] = bad;
         backward_with(module, {gradient});
         const auto before = whole_gradient(*optimizer, 0);
-        EXPECT_THAT(error_of([&] { clip_grad_norm_(*optimizer, 1.0, 2.0, true); }), HasSubstr("no gradient was altered"));
+        EXPECT_THAT(error_of([&] { clip_grad_norm_(*optimizer, 1.0, 2.0, true); }),
+                    HasSubstr("no gradient was altered"));
         EXPECT_TRUE(same_bits(whole_gradient(*optimizer, 0), before));
         EXPECT_FALSE(std::isfinite(clip_grad_norm_(*optimizer, 1.0)));
         EXPECT_FALSE(std::isfinite(clip_grad_norm_(*optimizer, 1.0, kInf)));
@@ -183,7 +191,8 @@ TEST(FieldCase11, MixedDtypes) {
 }
 TEST(FieldCase11, ARankMayUseADtypeTheOthersDoNot) {
   const auto results = run_threads(3, [&](int rank, const Group& group) {
-    Toy module = toy_of({torch::zeros({4}, torch::kBFloat16), torch::zeros({4}), torch::zeros({4}, torch::kDouble), torch::zeros({4}, torch::kHalf)});
+    Toy module = toy_of({torch::zeros({4}, torch::kBFloat16), torch::zeros({4}), torch::zeros({4}, torch::kDouble),
+                         torch::zeros({4}, torch::kHalf)});
     auto optimizer = sgd(module, group, ShardOptions().gradient_divide_factor(1));
     std::vector<torch::Tensor> gradients(4);
     gradients[static_cast<size_t>(rank)] = torch::full({4}, 1.0);

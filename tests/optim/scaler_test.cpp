@@ -15,7 +15,9 @@ using ::testing::HasSubstr;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 // loss whose gradient is `gradient` before scaling
-torch::Tensor loss_with(const torch::Tensor& parameter, const torch::Tensor& gradient) { return (parameter * gradient).sum(); }
+torch::Tensor loss_with(const torch::Tensor& parameter, const torch::Tensor& gradient) {
+  return (parameter * gradient).sum();
+}
 
 // Field case 13: one decision for the whole group; ranks with empty shards join.
 TEST(FieldCase13, StepOrSkipIsOneDecision) {
@@ -90,7 +92,12 @@ TEST(FieldCase14, ASecondUnscaleThrowsAndAltersNothing) {
     scaler.unscale_(*optimizer);
     EXPECT_THAT(error_of([&] { scaler.unscale_(*optimizer); }), HasSubstr("already called"));
     EXPECT_EQ(whole_gradient(*optimizer, 0).item<float>(), 0.5f);
-    EXPECT_THAT(error_of([&] { optimizer->session(); scaler.update(); scaler.unscale_(*optimizer); }), HasSubstr("already"));
+    EXPECT_THAT(error_of([&] {
+                  optimizer->session();
+                  scaler.update();
+                  scaler.unscale_(*optimizer);
+                }),
+                HasSubstr("already"));
     EXPECT_EQ(whole_gradient(*optimizer, 0).item<float>(), 0.5f);
   });
   ASSERT_TRUE(results.ok()) << results;
@@ -105,7 +112,8 @@ TEST(WaitingFactors, ReadThroughTheBaseClassSayWhereToRead) {
     scaler.unscale_(*optimizer);
     auto& base = static_cast<torch::optim::Optimizer&>(*optimizer);
     if (group->getRank() == 0) {
-      EXPECT_THAT(error_of([&] { base.param_groups()[0].params()[0].grad().item<float>(); }), HasSubstr("ShardedOptimizer::param_groups()"));
+      EXPECT_THAT(error_of([&] { base.param_groups()[0].params()[0].grad().item<float>(); }),
+                  HasSubstr("ShardedOptimizer::param_groups()"));
       EXPECT_EQ(optimizer->param_groups()[0].params()[0].grad().item<float>(), 0.5f);
       EXPECT_EQ(base.param_groups()[0].params()[0].grad().item<float>(), 0.5f);
     }
@@ -166,13 +174,15 @@ TEST(FieldCase16, ASkippedStepLeavesEverythingAsItWas) {
     for (const bool with_scaler : {false, true}) {
       const auto results = run_threads(2, [&](int rank, const Group& group) {
         Toy module = toy_of({torch::ones({40}, torch::kBFloat16)});
-        auto optimizer = shard(*module, torch::optim::Adam(module->parameters(), 0.1), group, ShardOptions().stage(stage).skip_nonfinite_steps(true));
+        auto optimizer = shard(*module, torch::optim::Adam(module->parameters(), 0.1), group,
+                               ShardOptions().stage(stage).skip_nonfinite_steps(true));
         ShardedGradScaler scaler(group, GradScalerOptions().init_scale(1.0));
         backward_with(module, {std::vector<float>(40, 1.0f)});
         optimizer->step();
         auto& key = optimizer->param_groups()[0].params()[0];
         auto& state = static_cast<torch::optim::AdamParamState&>(*optimizer->state().at(key.unsafeGetTensorImpl()));
-        const std::vector<torch::Tensor> before{key.detach().clone(), state.exp_avg().clone(), state.exp_avg_sq().clone(), module->tensors[0].detach().clone()};
+        const std::vector<torch::Tensor> before{key.detach().clone(), state.exp_avg().clone(),
+                                                state.exp_avg_sq().clone(), module->tensors[0].detach().clone()};
         optimizer->zero_grad();
         std::vector<float> gradient(40, 1.0f);
         if (rank == 1) gradient[3] = kInf;
@@ -229,7 +239,8 @@ TEST(Scaler, TwoOptimizersShareOneUpdate) {
     auto a = shard(*first, torch::optim::SGD(first->parameters(), 1.0), group);
     auto b = shard(*second, torch::optim::SGD(second->parameters(), 1.0), group);
     ShardedGradScaler scaler(group, GradScalerOptions().init_scale(8.0));
-    scaler.scale(loss_with(first->tensors[0], torch::ones({1})) + loss_with(second->tensors[0], torch::full({1}, kInf))).backward();
+    scaler.scale(loss_with(first->tensors[0], torch::ones({1})) + loss_with(second->tensors[0], torch::full({1}, kInf)))
+        .backward();
     EXPECT_TRUE(scaler.step(*a));
     EXPECT_FALSE(scaler.step(*b));
     scaler.update();
@@ -243,10 +254,14 @@ TEST(Scaler, TwoOptimizersShareOneUpdate) {
 
 TEST(Scaler, RefusesImpossibleOptions) {
   const auto results = run_threads(1, [&](int, const Group& group) {
-    EXPECT_THAT(error_of([&] { ShardedGradScaler(group, GradScalerOptions().init_scale(0)); }), HasSubstr("init_scale is 0"));
-    EXPECT_THAT(error_of([&] { ShardedGradScaler(group, GradScalerOptions().growth_factor(1)); }), HasSubstr("growth_factor is 1"));
-    EXPECT_THAT(error_of([&] { ShardedGradScaler(group, GradScalerOptions().backoff_factor(1)); }), HasSubstr("backoff_factor is 1"));
-    EXPECT_THAT(error_of([&] { ShardedGradScaler(group, GradScalerOptions().growth_interval(0)); }), HasSubstr("growth_interval is 0"));
+    EXPECT_THAT(error_of([&] { ShardedGradScaler(group, GradScalerOptions().init_scale(0)); }),
+                HasSubstr("init_scale is 0"));
+    EXPECT_THAT(error_of([&] { ShardedGradScaler(group, GradScalerOptions().growth_factor(1)); }),
+                HasSubstr("growth_factor is 1"));
+    EXPECT_THAT(error_of([&] { ShardedGradScaler(group, GradScalerOptions().backoff_factor(1)); }),
+                HasSubstr("backoff_factor is 1"));
+    EXPECT_THAT(error_of([&] { ShardedGradScaler(group, GradScalerOptions().growth_interval(0)); }),
+                HasSubstr("growth_interval is 0"));
   });
   ASSERT_TRUE(results.ok()) << results;
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: starts the ranks of a test, as threads of the test program or as forked processes, and collects what became of them.
-// Invariants: I1 every rank that was started has ended when a run returns. I2 nothing is left in the temporary folder.
-// I3 processes are forked from a program without other threads: run them before or after rank threads, never during.
-// Threads: one run at a time. Errors: a rank's exception is its result, not the caller's; use ASSERT_TRUE(results.ok()) << results.
+// Role: starts the ranks of a test, as threads of the test program or as forked processes, and collects what became of
+// them. Invariants: I1 every rank that was started has ended when a run returns. I2 nothing is left in the temporary
+// folder. I3 processes are forked from a program without other threads: run them before or after rank threads, never
+// during. Threads: one run at a time. Errors: a rank's exception is its result, not the caller's; use
+// ASSERT_TRUE(results.ok()) << results.
 #pragma once
 #include <signal.h>
 #include <sys/mman.h>
@@ -93,11 +94,14 @@ RankResult call(const Function& function, Rank& rank) {
 }
 
 inline std::atomic<int>* make_marks() {
-  void* memory = ::mmap(nullptr, kMarks * sizeof(std::atomic<int>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* memory =
+      ::mmap(nullptr, kMarks * sizeof(std::atomic<int>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("no memory for the marks");
   return static_cast<std::atomic<int>*>(memory);
 }
-inline void free_marks(std::atomic<int>* marks) { ::munmap(static_cast<void*>(marks), kMarks * sizeof(std::atomic<int>)); }
+inline void free_marks(std::atomic<int>* marks) {
+  ::munmap(static_cast<void*>(marks), kMarks * sizeof(std::atomic<int>));
+}
 
 }  // namespace detail
 
@@ -165,7 +169,8 @@ class RankProcesses {
   std::atomic<int>& mark(int index) { return marks_[index]; }
   // Waits until the mark has at least this value; false after a minute.
   bool wait_mark(int index, int value) {
-    for (int i = 0; i < 60000 && marks_[index].load() < value; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    for (int i = 0; i < 60000 && marks_[index].load() < value; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return marks_[index].load() >= value;
   }
   pid_t pid(int rank) const { return children_[static_cast<size_t>(rank)].pid; }
@@ -187,7 +192,8 @@ class RankProcesses {
       if (WIFSIGNALED(status)) child.result.signal = WTERMSIG(status);
       if (!text.empty() && text[0] == 'o') child.result.report = text.substr(1);
       if (!text.empty() && text[0] == 'e') child.result.error = text.substr(1);
-      if (child.result.ok() && WIFEXITED(status) && WEXITSTATUS(status) != 0) child.result.error = "an assertion failed in the rank";
+      if (child.result.ok() && WIFEXITED(status) && WEXITSTATUS(status) != 0)
+        child.result.error = "an assertion failed in the rank";
     }
     return child.result;
   }

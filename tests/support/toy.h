@@ -14,7 +14,8 @@ namespace trueshard::testing {
 struct ToyImpl : torch::nn::Module {
   std::vector<torch::Tensor> tensors;
   explicit ToyImpl(const std::vector<torch::Tensor>& values) {
-    for (size_t i = 0; i < values.size(); ++i) tensors.push_back(register_parameter("p" + std::to_string(i), values[i].clone()));
+    for (size_t i = 0; i < values.size(); ++i)
+      tensors.push_back(register_parameter("p" + std::to_string(i), values[i].clone()));
   }
 };
 TORCH_MODULE(Toy);
@@ -82,11 +83,13 @@ inline uint64_t digest(const std::vector<torch::Tensor>& tensors) {
   return hash;
 }
 
-// The whole reduced gradient of parameter i, put together from all ranks' shards; undefined when it is undefined. Collective.
+// The whole reduced gradient of parameter i, put together from all ranks' shards; undefined when it is undefined.
+// Collective.
 inline torch::Tensor whole_gradient(ShardedOptimizer& optimizer, size_t i) {
   optimizer.finish_reduction();
   std::vector<torch::Tensor> shards;
-  for (auto& group : optimizer.param_groups()) shards.insert(shards.end(), group.params().begin(), group.params().end());
+  for (auto& group : optimizer.param_groups())
+    shards.insert(shards.end(), group.params().begin(), group.params().end());
   auto shard = shards.at(i).grad();
   const auto& process_group = optimizer.group();
   auto size = torch::tensor({shard.defined() ? shard.numel() : int64_t{-1}}, torch::kLong);
@@ -101,7 +104,8 @@ inline torch::Tensor whole_gradient(ShardedOptimizer& optimizer, size_t i) {
   auto all = torch::empty({longest * process_group->getSize()}, padded.options());
   process_group->all_gather_single(all, padded)->wait();
   std::vector<torch::Tensor> pieces;
-  for (int r = 0; r < process_group->getSize(); ++r) pieces.push_back(all.narrow(0, r * longest, sizes[r].item<int64_t>()));
+  for (int r = 0; r < process_group->getSize(); ++r)
+    pieces.push_back(all.narrow(0, r * longest, sizes[r].item<int64_t>()));
   return torch::cat(pieces);
 }
 

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Memory by formula (docs/design.md): bytes per parameter element between steps, for every stage, and what comes and
+// goes within one.
+#include <gtest/gtest.h>
+
+#include "plugin/optim/session.h"
+#include "tests/support/ranks.h"
+#include "tests/support/toy.h"
+
+namespace trueshard::testing {
+namespace {
+
+struct Formula {  // bytes per element
+  double parameters, masters, gradients, state;
+};
+// AdamW. W ranks; compute dtype of `c` bytes; fp32 masters.
+Formula formula(Stage stage, int world, int c) {
+  const double share = stage == Stage::Replicated ? 1.0 : 1.0 / world;
+  return {static_cast<double>(c), c == 4 ? 0.0 : 4.0 * share, 4.0 * share, 8.0 * share};
+}
+
+// 300,000 elements in parameters whose padding is small beside them.
+std::vector<torch::Tensor> model() {
+  return {torch::ones({300, 400}), torch::ones({400}), torch::ones({400, 449}), torch::ones({2})};
+}
+constexpr double kElements = 300.0 * 400 + 400 + 400 * 449 + 2;
+
+TEST(MemoryBetweenSteps, IsTheFormulaInEveryStage) {
+  for (const auto stage : all_stages()) {
+    for (const bool bf16 : {false, true}) {
+      for (const int world : {1, 3, 4}) {
+        const auto results = run_threads(world, [&](int, const Group& group) {
+          Toy module = toy_of(model());
+          auto options = ShardOptions().stage(stage).bucket_bytes(100000);
+          if (bf16) options.mp_policy(MixedPrecisionPolicy().param_dtype(torch::kBFloat16));
+          auto optimizer = shard(*module, torch::optim::AdamW(module->parameters()), group, options);
+          for (int step = 0; step < 2; ++step) {
+            optimizer->zero_grad();
+            for (int pass = 0; pass < 3; ++pass) {
+              std::vector<torch::Tensor> gradients;
+              for (const auto& p : module->parameters()) gradients.push_back(torch::ones_like(p));
+              backward_with(module->parameters(), gradients);
+            }
+            clip_grad_norm_(*optimizer, 1.0);
+            optimizer->step();
+          }
+          const auto memory = optimizer->metrics().memory;
+          const auto expected = formula(stage, world, bf16 ? 2 : 4);
+          // Slack: parameters start at multiples of 64 elements, buckets are multiples of 16 * world.
+          const double slack = 4 * 2 * (64.0 + 16 * world) * 8 / kElements;
+          EXPECT_NEAR(static_cast<double>(memory.parameters) / kElements, expected.parameters, slack);
+          EXPECT_NEAR(static_cast<double>(memory.masters) / kElements, expected.masters, slack);
+          EXPECT_NEAR(static_cast<double>(memory.gradients) / kElements, expected.gradients, slack);
+          // State is exact on the average over ranks, and this rank's share otherwise.
+          EXPECT_NEAR(static_cast<double>(memory.optimizer_state) / kElements, expected.state, slack);
+          EXPECT_EQ(memory.partial_sums, 0);
+          EXPECT_EQ(memory.deferred, 0);
+        });
+        ASSERT_TRUE(results.ok()) << results;
+      }
+    }
+  }
+}
+
+// After m of A passes: 4/W bytes for each partial sum beyond one, popcount(m * W) in all.
+TEST(MemoryWithinAStep, PartialSumsFollowTheBinaryCounter) {
+  for (const int world : {1, 3, 4}) {
+    const auto results = run_threads(world, [&](int, const Group& group) {
+      Toy module = toy_of(model());
+      auto optimizer = shard(*module, torch::optim::AdamW(module->parameters()), group);
+      std::vector<torch::Tensor> gradients;
+      for (const auto& p : module->parameters()) gradients.push_back(torch::ones_like(p));
+      for (int pass = 1; pass <= 7; ++pass) {
+        backward_with(module->parameters(), gradients);
+        const auto memory = optimizer->metrics().memory;
+        const int partials = std::popcount(static_cast<unsigned>(pass * world));
+        EXPECT_NEAR(static_cast<double>(memory.partial_sums) / kElements, 4.0 * (partials - 1) / world, 0.05) << pass;
+      }
+    });
+    ASSERT_TRUE(results.ok()) << results;
+  }
+}
+
+TEST(MemoryWithinAStep, DeferredGradientsCostFourBytesPerElement) {
+  const auto results = run_threads(3, [&](int, const Group& group) {
+    Toy module = toy_of(model());
+    auto optimizer = shard(*module, torch::optim::AdamW(module->parameters()), group,
+                           ShardOptions().mp_policy(MixedPrecisionPolicy().param_dtype(torch::kBFloat16)));
+    std::vector<torch::Tensor> gradients;
+    for (const auto& p : module->parameters()) gradients.push_back(torch::ones_like(p));
+    {
+      NoSyncGuard later(*optimizer);
+      backward_with(module->parameters(), gradients);
+      backward_with(module->parameters(), gradients);
+    }
+    EXPECT_NEAR(static_cast<double>(optimizer->metrics().memory.deferred) / kElements, 4.0, 0.01);
+    backward_with(module->parameters(), gradients);
+    EXPECT_EQ(optimizer->metrics().memory.deferred, 0);
+  });
+  ASSERT_TRUE(results.ok()) << results;
+}
+
+// ZeRO-2 holds a few buckets of gradients on their way, replicated and ZeRO-1 one pass of them; all free each gradient.
+TEST(MemoryWithinAStep, GradientsOnTheirWay) {
+  for (const auto stage : all_stages()) {
+    const auto results = run_threads(3, [&](int, const Group& group) {
+      std::vector<torch::Tensor> values;
+      for (int i = 0; i < 16; ++i) values.push_back(torch::ones({4096}));
+      Toy module(values);
+      auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.1), group,
+                             ShardOptions().stage(stage).bucket_bytes(4096 * 4));
+      for (int step = 0; step < 3; ++step) {
+        optimizer->zero_grad();
+        std::vector<torch::Tensor> gradients;
+        for (const auto& p : module->parameters()) gradients.push_back(torch::ones_like(p));
+        backward_with(module->parameters(), gradients);
+        optimizer->step();
+      }
+      const double buckets = static_cast<double>(optimizer->metrics().memory.exchange) / (4096 * 4);
+      if (stage == Stage::Zero2) {
+        EXPECT_LE(buckets, 3.0);
+      } else {
+        EXPECT_NEAR(buckets, 16.0, 0.01);
+      }
+    });
+    ASSERT_TRUE(results.ok()) << results;
+  }
+}
+
+}  // namespace
+}  // namespace trueshard::testing
