@@ -281,6 +281,9 @@ int main(int argc, char** argv) {
     const auto arguments = gpt::parse_arguments(argc, argv);
     torch::manual_seed(arguments.seed);
     gpt::Trainer(arguments, trueshard::init_process_group()).run();
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << std::endl;
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;
     return 1;
