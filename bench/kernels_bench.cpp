@@ -79,6 +79,9 @@ __attribute__((target("avx2"))) void move_bytes(const Streams& streams) {
         high = _mm256_xor_si256(high, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(input + at + 32)));
       }
     }
+    // What is written must be ordinary numbers again: the kernels read it in their turn.
+    low = _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x3f80));
+    high = _mm256_or_si256(_mm256_and_si256(high, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x3f80));
     for (char* output : streams.outputs) {
       for (int64_t at = part * output_part; at < (part + 1) * output_part; at += kLine) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(output + at), low);

@@ -6,7 +6,7 @@ namespace {
 
 // The square roots are the caller's (libtorch's), which cost a call: large enough to hide it, small enough to stay
 // in the cache.
-constexpr int64_t kChunk = 2048;
+constexpr int64_t kChunk = 8192;
 
 template <bool kFused>
 TRUESHARD_INLINE void moments_row(const AdamCall& call, const AdamScalars& s, int64_t i, int64_t part, float* root) {
