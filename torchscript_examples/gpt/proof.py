@@ -109,7 +109,7 @@ def main_job(launcher, model, arguments):
     if steps is None:
         trial = launcher.run("trial", 4, {**options, "steps": 6})[0]
         seconds = sorted(step["seconds"] for step in trial["steps"][2:])[1]
-        steps = min(400, max(100, round(arguments.seconds / seconds, -1)))
+        steps = min(400, max(120, round(arguments.seconds / seconds, -1)))
         print(f"a step takes {seconds:.2f} s here: {steps:.0f} steps for about {arguments.seconds} s")
     steps = int(steps)
     options.update({"steps": steps, "warmup": steps // 10, "report-every": max(1, steps // 25),
