@@ -29,10 +29,12 @@ std::string user_folder() {
   const std::string folder = parent + "/trueshard-" + std::to_string(::geteuid());
   struct stat status {};
   const bool made = ::mkdir(folder.c_str(), 0700) == 0 || errno == EEXIST;
-  TORCH_CHECK(made && ::lstat(folder.c_str(), &status) == 0, "trueshard: init_process_group: making the folder ", folder,
-              " for the ranks' store failed: ", std::strerror(errno), "; set MASTER_ADDR and MASTER_PORT to use a TCP store");
+  TORCH_CHECK(made && ::lstat(folder.c_str(), &status) == 0, "trueshard: init_process_group: making the folder ",
+              folder, " for the ranks' store failed: ", std::strerror(errno),
+              "; set MASTER_ADDR and MASTER_PORT to use a TCP store");
   TORCH_CHECK(S_ISDIR(status.st_mode) && status.st_uid == ::geteuid() && (status.st_mode & 077) == 0,
-              "trueshard: init_process_group: ", folder, " must be a folder that only its owner can use (mode 0700); remove it, or "
+              "trueshard: init_process_group: ", folder,
+              " must be a folder that only its owner can use (mode 0700); remove it, or "
               "set MASTER_ADDR and MASTER_PORT to use a TCP store");
   return folder;
 }
@@ -54,7 +56,8 @@ c10::intrusive_ptr<c10d::Store> open_store(const Launch& launch, std::chrono::mi
     }
     return c10::make_intrusive<c10d::HashStore>();
   } catch (const std::exception& error) {
-    const std::string place = launch.store == Launch::Store::kTcp ? launch.host + ":" + std::to_string(launch.port) : launch.job;
+    const std::string place =
+        launch.store == Launch::Store::kTcp ? launch.host + ":" + std::to_string(launch.port) : launch.job;
     throw_backend_error("trueshard[rank " + std::to_string(launch.rank) + "/" + std::to_string(launch.size) +
                         "] init_process_group: the store at " + place + " cannot be reached: " + text_of(error) +
                         "; check MASTER_ADDR and MASTER_PORT, and that rank 0 runs");
@@ -66,10 +69,11 @@ std::string next_name(const GroupRequest& request) {
   static int64_t alone = 0;
   if (!request.store) {
     const std::lock_guard<std::mutex> lock(mutex);
-    return "trueshard_" + std::to_string(++alone);
+    return std::string("trueshard_").append(std::to_string(++alone));
   }
   // Counted in the store, by rank: ranks that are threads of one process count separately.
-  return "trueshard_" + std::to_string(request.store->add("trueshard/groups/" + std::to_string(request.rank), 1));
+  const auto number = request.store->add("trueshard/groups/" + std::to_string(request.rank), 1);
+  return std::string("trueshard_").append(std::to_string(number));
 }
 
 // c10d's registry has one name for one group of a process, and keeps the names of groups that are gone.
@@ -109,8 +113,9 @@ c10::intrusive_ptr<c10d::Store> store_for(const Launch& launch, std::chrono::mil
 
 c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(const GroupRequest& request) {
   require_compatible_torch();
-  TORCH_CHECK(request.size >= 1 && request.rank >= 0 && request.rank < request.size, "trueshard: init_process_group: rank ",
-              request.rank, " of ", request.size, " ranks is not possible, expected 0 <= rank < world_size");
+  TORCH_CHECK(request.size >= 1 && request.rank >= 0 && request.rank < request.size,
+              "trueshard: init_process_group: rank ", request.rank, " of ", request.size,
+              " ranks is not possible, expected 0 <= rank < world_size");
   TORCH_CHECK(request.timeout.count() > 0, "trueshard: init_process_group: the timeout is ", request.timeout.count(),
               " ms, expected more than 0");
   TORCH_CHECK(request.store || request.size == 1, "trueshard: init_process_group: ", request.size,
@@ -119,7 +124,8 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(const GroupRequest& re
   const auto backend = make_backend(request.store, request.rank, request.size, name, request.timeout);
   c10::intrusive_ptr<c10d::Store> store = request.store;
   if (!store) store = c10::make_intrusive<c10d::HashStore>();
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::PrefixStore>(name, store), request.rank, request.size);
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::PrefixStore>(name, store),
+                                                       request.rank, request.size);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   register_group(group, name);

@@ -51,6 +51,8 @@ WorkQueue::~WorkQueue() {
   if (worker_.joinable()) worker_.join();
 }
 
+// Called with running_ set; clears it before the work is seen to be complete: whoever has waited for the last work finds the
+// queue idle and may let the group go.
 void WorkQueue::run(CollectiveWork& work) {
   std::exception_ptr error;
   try {
@@ -58,6 +60,11 @@ void WorkQueue::run(CollectiveWork& work) {
   } catch (...) {
     error = std::current_exception();
   }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    running_ = false;
+  }
+  changed_.notify_all();
   work.complete(error);
 }
 
@@ -90,11 +97,6 @@ void WorkQueue::start_here_if_idle(const c10::intrusive_ptr<CollectiveWork>& wor
     }
   }
   run(*work);
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    running_ = false;
-  }
-  changed_.notify_all();
   if (const std::exception_ptr error = work->exception()) std::rethrow_exception(error);
 }
 
@@ -133,11 +135,6 @@ void WorkQueue::run_worker() {
       running_ = true;
     }
     run(*work);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      running_ = false;
-    }
-    changed_.notify_all();
   }
 }
 

@@ -59,7 +59,7 @@ class WorkQueue {
  private:
   void enqueue(const c10::intrusive_ptr<CollectiveWork>& work);  // with the mutex held
   void run_worker();
-  static void run(CollectiveWork& work);
+  void run(CollectiveWork& work);
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<CollectiveWork>> waiting_;
