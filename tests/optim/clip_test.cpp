@@ -2,6 +2,7 @@
 // One norm, one factor (docs/numerics.md, section 3). Field cases 7 to 12.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/script.h>
 
 #include "tests/support/errors.h"
 #include "tests/support/ranks.h"
@@ -226,6 +227,25 @@ TEST(FieldCase12, OneTensorUnderTwoNames) {
     });
     ASSERT_TRUE(results.ok()) << results;
   }
+}
+
+TEST(FieldCase12, OneTensorTwiceInAScriptedModuleOrInTheOptimizersList) {
+  const auto results = run_threads(3, [&](int, const Group& group) {
+    torch::jit::Module scripted("tied");
+    auto weight = torch::zeros({2}).requires_grad_();
+    scripted.register_parameter("a", weight, false);
+    scripted.register_parameter("b", weight, false);
+    std::vector<torch::Tensor> listed;
+    for (const auto& parameter : scripted.parameters()) listed.push_back(parameter);
+    ASSERT_EQ(listed.size(), 2u);
+    auto optimizer = shard(scripted, torch::optim::SGD(listed, 0.1), group);
+    torch::autograd::backward({weight}, {torch::tensor({3.0f, 4.0f})});
+    EXPECT_EQ(clip_grad_norm_(*optimizer, 1e9), 5.0);
+    optimizer->step();
+    EXPECT_FLOAT_EQ(weight[0].item<float>(), -0.3f);
+    EXPECT_EQ(optimizer->metrics().bytes_reduced, 8) << "reduced once";
+  });
+  ASSERT_TRUE(results.ok()) << results;
 }
 
 TEST(ClipGradNorm, OverSeveralOptimizersIsOneNormAndOneFactor) {

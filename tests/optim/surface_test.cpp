@@ -147,6 +147,33 @@ TEST(Surface, ACloneOfTheModuleIsUnmanaged) {
   ASSERT_TRUE(results.ok()) << results;
 }
 
+// Field case 22, as far as it needs no files: state and options follow the parameter, not its position.
+TEST(FieldCase22, StateAndOptionsFollowTheParameter) {
+  for (const auto stage : all_stages()) {
+    const auto results = run_threads(3, [&](int, const Group& group) {
+      Toy module = toy_of({torch::zeros({40}), torch::zeros({40})});
+      auto& first = module->tensors[0];
+      auto& second = module->tensors[1];
+      std::vector<torch::optim::OptimizerParamGroup> groups;  // in the reverse order of the module
+      groups.emplace_back(std::vector<torch::Tensor>{second},
+                          std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(1.0).momentum(0.5)));
+      groups.emplace_back(std::vector<torch::Tensor>{first},
+                          std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.5).momentum(0.5)));
+      torch::optim::SGD plain(groups, torch::optim::SGDOptions(1.0));
+      first.mutable_grad() = torch::full({40}, 1.0f);
+      second.mutable_grad() = torch::full({40}, 100.0f);
+      plain.step();  // momentum 1 and 100; weights -0.5 and -100
+      plain.zero_grad();
+      auto optimizer = shard(*module, std::move(plain), group, ShardOptions().stage(stage));
+      backward_with(module->parameters(), {torch::zeros({40}), torch::zeros({40})});
+      optimizer->step();
+      EXPECT_TRUE(first.eq(-0.5f - 0.25f).all().item<bool>()) << first;
+      EXPECT_TRUE(second.eq(-100.0f - 50.0f).all().item<bool>()) << second;
+    });
+    ASSERT_TRUE(results.ok()) << results;
+  }
+}
+
 // ---- what shard() refuses, on all ranks --------------------------------------------------------------------------
 
 TEST(ShardRefuses, WhatDiffersBetweenRanksNamingTheFirstDifference) {
