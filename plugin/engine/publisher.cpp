@@ -38,7 +38,7 @@ std::vector<at::Tensor> Publisher::gather_masters(bool wanted) {
     const auto& parameter = model_->parameters()[p];
     const auto dtype = parameter.low_precision_master ? parameter.compute_dtype : parameter.master_dtype;
     auto whole =
-        at::empty_strided(parameter.tensor.sizes(), parameter.tensor.strides(), at::TensorOptions().dtype(dtype));
+        at::empty_strided(parameter.sizes, parameter.strides, at::TensorOptions().dtype(dtype));
     auto* data = static_cast<std::byte*>(whole.data_ptr());
     const auto item = static_cast<int64_t>(c10::elementSize(dtype));
     const int sources = model_->replicated() ? 1 : model_->world();

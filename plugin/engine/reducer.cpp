@@ -13,6 +13,7 @@
 #include "plugin/comm/errors.h"
 #include "plugin/engine/dtypes.h"
 #include "plugin/engine/pass_scale.h"
+#include "plugin/observe/trace.h"
 
 namespace trueshard::engine {
 
@@ -334,13 +335,24 @@ void Reducer::check_headers(uint64_t seq, const char* where) {
                ", rank " + std::to_string(r) + " " + std::to_string(header.deferred) +
                "; use NoSyncGuard around the same passes on all ranks";
     }
-    if (taint_.empty() && header.digest != first.digest) {
-      taint_ =
-          head +
-          "parameters were changed outside the optimizer on some ranks only, or to different values (rank 0 and rank " +
-          std::to_string(r) + " differ); make the same change on all ranks, or use FullParametersGuard and broadcast()";
-    }
   }
+}
+
+std::string Reducer::differing_digests(uint64_t seq) const {
+  MessageHeader first, header;
+  std::memcpy(&first, channel_->record(0, seq), sizeof first);
+  for (int r = 1; r < model_->world(); ++r) {
+    std::memcpy(&header, channel_->record(r, seq), sizeof header);
+    if (header.digest == first.digest) continue;
+    return "parameters were changed outside the optimizer on some ranks only, or to different values (rank 0 and rank " +
+           std::to_string(r) + " differ); make the same change on all ranks, or use FullParametersGuard and broadcast()";
+  }
+  return {};
+}
+
+void Reducer::tell_errors(MessageHeader& header) const {
+  header.tainted = !local_error_.empty();
+  std::strncpy(header.error, local_error_.c_str(), sizeof header.error - 1);
 }
 
 void Reducer::finish(uint64_t digest) {
@@ -363,12 +375,13 @@ void Reducer::finish(uint64_t digest) {
   header.scale = tree_scale_ < 0 ? 0 : tree_scale_;
   header.deferred = deferred_passes_;
   header.digest = digest;
-  header.tainted = !local_error_.empty();
-  std::strncpy(header.error, local_error_.c_str(), sizeof header.error - 1);
+  tell_errors(header);
   auto fingerprint = comm::Fingerprint::of("finish reduction");
   fingerprint.pass = static_cast<uint32_t>(passes_);
   const uint64_t seq = meet(fingerprint, header);
   check_headers(seq, "finish_reduction");
+  const auto differing = differing_digests(seq);
+  if (taint_.empty() && !differing.empty()) taint_ = me() + " finish_reduction: " + differing;
   done(seq);
   TORCH_CHECK(taint_.empty(), taint_);
   TORCH_CHECK(deferred_passes_ == 0, me(), " finish_reduction: the last ", deferred_passes_,
@@ -465,6 +478,7 @@ void Reducer::zero() {
     model_->parameters()[p].tensor.mutable_grad() = at::Tensor();
     deferred_[p] = at::Tensor();
     placeholder_set_[p] = shard_gradient_set_[p] = has_gradient_[p] = false;
+    observe::chaos_poison(model_->gradient(p), static_cast<size_t>(gradients_[p].nbytes()));  // stale sums show up
   }
   passes_ = 0;
   deferred_passes_ = 0;

@@ -86,8 +86,13 @@ class Reducer : public GradientSink, public BackwardMember {
   bool agree_any(const char* operation, bool flag);
   void done(uint64_t seq) { channel_->done_reading(seq); }
   void done_and_wait(uint64_t seq);  // until everybody is done: what was read may be written again
-  // Throws on all ranks when any of them has noted an error or said something else than the others.
+  // Notes what any rank's message says is wrong, or says otherwise than the others', alike on all ranks (see
+  // throw_if_tainted).
   void check_headers(uint64_t seq, const char* where);
+  // The same for the digests alone: what differs, or nothing.
+  std::string differing_digests(uint64_t seq) const;
+  // Puts what this rank has noted into a message that check_headers() reads.
+  void tell_errors(MessageHeader& header) const;
   // Tells `text` to all ranks with the next message, which then throws everywhere.
   void note_error(const std::string& text);
   double tree_scale() const { return tree_scale_; }  // of the passes not yet finished; 0: not scaled, -1: none
@@ -129,7 +134,7 @@ class Reducer : public GradientSink, public BackwardMember {
   void advance(bool may_wait);
   bool area_is_free(int64_t bucket, bool wait);
   void copy_leaf(int64_t bucket, int64_t placement);
-  at::Tensor take_leaf(int64_t parameter);
+  at::Tensor take_leaf(int64_t p);
   void post_bucket(int64_t bucket);
   void sum_bucket(int64_t bucket);
   void compare_records(int64_t bucket, uint64_t seq);

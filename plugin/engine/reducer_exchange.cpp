@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstring>
+#include <sstream>
 
 #include "plugin/comm/errors.h"
 #include "plugin/engine/dtypes.h"
@@ -92,14 +93,22 @@ void Reducer::advance(bool may_wait) {
 
 // The parameter's gradient as a dense tensor in the parameter's own memory order, taken out of .grad; undefined when
 // there is none.
-at::Tensor Reducer::take_leaf(int64_t parameter) {
-  auto& tensor = model_->parameters()[parameter].tensor;
-  if (placeholder_set_[parameter] || !tensor.grad().defined()) return {};
+at::Tensor Reducer::take_leaf(int64_t p) {
+  auto& parameter = model_->parameters()[p];
+  auto& tensor = parameter.tensor;
+  if (placeholder_set_[p] || !tensor.grad().defined()) return {};
   at::Tensor gradient = tensor.grad().detach();
   tensor.mutable_grad() = at::Tensor();
-  if (gradient.is_sparse()) gradient = gradient.to(model_->parameters()[parameter].master_dtype).coalesce().to_dense();
-  if (gradient.strides() != tensor.strides() || !gradient.is_non_overlapping_and_dense()) {
-    auto dense = at::empty_strided(tensor.sizes(), tensor.strides(), gradient.options());
+  if (gradient.sizes() != parameter.sizes) {
+    std::ostringstream text;
+    text << "the gradient of '" << parameter.name << "' is " << gradient.sizes() << ", the parameter was "
+         << at::IntArrayRef(parameter.sizes) << " when it was sharded; give it that shape again, or call shard() anew";
+    note_error(text.str());
+    return {};
+  }
+  if (gradient.is_sparse()) gradient = gradient.to(parameter.master_dtype).coalesce().to_dense();
+  if (gradient.strides() != parameter.strides || !gradient.is_non_overlapping_and_dense()) {
+    auto dense = at::empty_strided(parameter.sizes, parameter.strides, gradient.options());
     dense.copy_(gradient);
     gradient = std::move(dense);
   }
@@ -122,8 +131,8 @@ void Reducer::copy_leaf(int64_t bucket, int64_t placement) {
     if (!leaf.defined()) return;
     const bool wide = pass.leaf[p] & kWide;
     auto there =
-        model_->tensor_over(leaf_data(bucket, placement, wide, model_->rank()), parameter.tensor.sizes(),
-                            parameter.tensor.strides(), wide ? parameter.master_dtype : parameter.compute_dtype);
+        model_->tensor_over(leaf_data(bucket, placement, wide, model_->rank()), parameter.sizes,
+                            parameter.strides, wide ? parameter.master_dtype : parameter.compute_dtype);
     there.add_(leaf);
     place_placeholder(p);
     return;
@@ -132,10 +141,16 @@ void Reducer::copy_leaf(int64_t bucket, int64_t placement) {
     leaf = leaf.defined() ? deferred_[p].add_(leaf.to(parameter.master_dtype)) : deferred_[p];
     deferred_[p] = at::Tensor();
   }
-  if (!leaf.defined()) return;
+  if (!leaf.defined()) {
+    observe::chaos_poison(leaf_data(bucket, placement, false, model_->rank()),
+                          static_cast<size_t>(parameter.numel * model_->compute_itemsize(p)));
+    return;
+  }
   if (leaf.scalar_type() != parameter.compute_dtype && leaf.scalar_type() != parameter.master_dtype)
     leaf = leaf.to(parameter.master_dtype);
   const bool wide = leaf.scalar_type() != parameter.compute_dtype;
+  observe::chaos_poison(leaf_data(bucket, placement, !wide, model_->rank()),
+                        leaf.nbytes() / 2);  // what nobody may read
   std::memcpy(leaf_data(bucket, placement, wide, model_->rank()), leaf.const_data_ptr(), leaf.nbytes());
   counters_.bytes_reduced += static_cast<int64_t>(leaf.nbytes());
   pass.leaf[p] |= static_cast<uint8_t>(kPresent | (wide ? kWide : 0));
@@ -161,9 +176,8 @@ void Reducer::post_bucket(int64_t bucket) {
   MessageHeader header;
   header.scale = pass.abandoned ? 0 : pass.scale;
   header.deferred = deferred_passes_;
-  header.tainted = !local_error_.empty();
-  error_told_ |= !local_error_.empty();
-  std::strncpy(header.error, local_error_.c_str(), sizeof header.error - 1);
+  tell_errors(header);
+  error_told_ |= header.tainted != 0;
   std::memcpy(record.data(), &header, sizeof header);
   auto fingerprint = comm::Fingerprint::of("reduce bucket");
   fingerprint.pass = static_cast<uint32_t>(passes_);

@@ -38,6 +38,9 @@ std::vector<Parameter> make_parameters(const ModuleView& view, const std::vector
     p.name = named.name;
     p.other_names = named.other_names;
     p.tensor = named.tensor;
+    p.storage = named.tensor.storage();
+    p.sizes = named.tensor.sizes().vec();
+    p.strides = named.tensor.strides().vec();
     p.numel = named.tensor.numel();
     p.group = groups[i];
     const auto dtype = named.tensor.scalar_type();
@@ -168,14 +171,17 @@ at::Tensor ShardedModel::flat_tensor_over(std::byte* data, int64_t count, c10::S
 }
 
 void ShardedModel::attach_to(int64_t parameter, at::DataPtr data, c10::ScalarType dtype) {
-  auto& tensor = parameters_[parameter].tensor;
-  auto* impl = tensor.unsafeGetTensorImpl();
-  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  const auto& p = parameters_[parameter];
+  auto* impl = p.tensor.unsafeGetTensorImpl();
+  auto* storage = p.storage.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(std::move(data));
-  storage->set_nbytes(static_cast<size_t>(parameters_[parameter].numel) * c10::elementSize(dtype));
+  storage->set_nbytes(static_cast<size_t>(p.numel) * c10::elementSize(dtype));
   storage->set_resizable(false);
-  if (impl->dtype() != c10::scalarTypeToTypeMeta(dtype))
-    impl->set_storage_and_dtype(tensor.storage(), c10::scalarTypeToTypeMeta(dtype));
+  if (impl->dtype() != c10::scalarTypeToTypeMeta(dtype) ||
+      p.tensor.storage().unsafeGetStorageImpl() != p.storage.unsafeGetStorageImpl())
+    impl->set_storage_and_dtype(p.storage, c10::scalarTypeToTypeMeta(dtype));
+  if (p.tensor.sizes() != p.sizes || p.tensor.strides() != p.strides || p.tensor.storage_offset() != 0)
+    impl->set_sizes_and_strides(p.sizes, p.strides, 0);
 }
 
 void ShardedModel::attach(int64_t parameter) {
@@ -189,8 +195,17 @@ void ShardedModel::attach(int64_t parameter) {
 
 bool ShardedModel::attached(int64_t parameter) const {
   const auto& p = parameters_[parameter];
-  return p.tensor.scalar_type() == p.compute_dtype && p.tensor.numel() == p.numel && p.tensor.storage_offset() == 0 &&
-         p.tensor.storage().unsafeGetStorageImpl()->data_ptr().get() == compute(parameter, rank());
+  return p.tensor.scalar_type() == p.compute_dtype && p.tensor.sizes() == p.sizes && p.tensor.strides() == p.strides &&
+         p.tensor.storage_offset() == 0 &&
+         p.tensor.storage().unsafeGetStorageImpl() == p.storage.unsafeGetStorageImpl() &&
+         p.storage.unsafeGetStorageImpl()->data_ptr().get() == compute(parameter, rank());
+}
+
+at::Tensor ShardedModel::shown(int64_t parameter) const {
+  const auto& p = parameters_[parameter];
+  auto tensor = p.tensor.detach();
+  if (tensor.strides() == p.strides) return tensor;
+  return at::empty_strided(p.sizes, p.strides, tensor.options()).copy_(tensor);
 }
 
 void ShardedModel::round_to_compute(int64_t parameter) {

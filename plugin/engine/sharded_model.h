@@ -28,6 +28,10 @@ struct Parameter {
   std::string name;
   std::vector<std::string> other_names;
   at::Tensor tensor;  // the user's
+  // Its own storage and shape. set_data() puts a foreign storage in their place, which others may share: attach()
+  // brings these back and leaves the foreign one alone.
+  c10::Storage storage;
+  std::vector<int64_t> sizes, strides;
   c10::ScalarType compute_dtype;
   c10::ScalarType master_dtype;  // of sums, state and master (fp32 or fp64)
   int64_t numel = 0;
@@ -71,7 +75,10 @@ class ShardedModel {
   at::Tensor tensor_over(std::byte* data, at::IntArrayRef sizes, at::IntArrayRef strides, c10::ScalarType dtype) const;
   at::Tensor flat_tensor_over(std::byte* data, int64_t count, c10::ScalarType dtype) const;
 
-  // Points the user's tensor at the compute copy (again), with its dtype.
+  // What the user's tensor shows, in the memory order of the parameter: the tensor itself, or a copy when set_data()
+  // gave it other strides.
+  at::Tensor shown(int64_t parameter) const;
+  // Points the user's tensor at the compute copy (again), with its dtype, storage and shape.
   void attach(int64_t parameter);
   // Points it at other memory of the given dtype (whole parameter, the tensor's strides).
   void attach_to(int64_t parameter, at::DataPtr data, c10::ScalarType dtype);
