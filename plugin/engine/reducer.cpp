@@ -92,7 +92,9 @@ bool Reducer::is_frozen(int64_t parameter) const {
   return !shards_[parameter].defined() || !model_->parameters()[parameter].tensor.requires_grad();
 }
 
-void Reducer::throw_if_broken() const { TORCH_CHECK(broken_.empty(), broken_); }
+void Reducer::throw_if_broken() const {
+  if (!broken_.empty()) comm::throw_backend_error(broken_);
+}
 
 void Reducer::note_error(const std::string& text) {
   if (local_error_.empty()) local_error_ = text;
@@ -196,6 +198,7 @@ void Reducer::end_pass() {
 
 void Reducer::abandon_pass() {
   if (!pass_) return;
+  if (!broken_.empty()) return pass_.reset();
   pass_->abandoned = true;
   if (pass_->deferred) {
     taint_ =
@@ -294,6 +297,7 @@ void Reducer::end_synchronised_pass() {
 // ---- finish and zero -----------------------------------------------------------------------------------------------
 
 void Reducer::break_off(const c10::DistBackendError& error) {
+  throw_if_broken();
   broken_ = comm::text_of(error);
   if (!model_->transport()->failed()) {  // nobody died or was late: the ranks made different calls
     broken_ +=

@@ -220,7 +220,11 @@ void Reducer::sum_bucket(int64_t bucket) {
   auto& pass = *pass_;
   const uint64_t seq = pass.posted[bucket];
   Stopwatch watch(counters_.seconds_communicating);
-  channel_->wait_all_posted(seq);
+  try {
+    channel_->wait_all_posted(seq);
+  } catch (const c10::DistBackendError& error) {
+    break_off(error);
+  }
   compare_records(bucket, seq);
   if (taint_.empty()) {
     const auto& placements = model_->plan().buckets[bucket].placements;
