@@ -21,7 +21,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK",
                     "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
-MODEL = {"width": 160, "heads": 5, "layers": 4, "context": 128, "batch": 4, "lr": 3e-3}
+MODEL = {"width": 160, "heads": 5, "layers": 4, "context": 128, "batch": 4, "lr": 1e-3}
 TINY = {"width": 32, "heads": 2, "layers": 2, "context": 32, "batch": 4, "lr": 4e-3, "corpus-bytes": MIB}
 BUCKETS = (MIB, 128 * KIB)
 TINY_BUCKETS = (32 * KIB, 4 * KIB)
