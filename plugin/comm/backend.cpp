@@ -52,7 +52,7 @@ c10d::ErrorType Backend::getError() {
 }
 
 void Backend::shutdown() {
-  queue_.wait_until_idle();
+  queue_.wait_until_complete();
   queue_.stop(std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
                                                             where(rank_, size_, transport_->group_name()) +
                                                                 ": the group was shut down; make a new group for further calls")));

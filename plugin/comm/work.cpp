@@ -66,6 +66,11 @@ void WorkQueue::run(CollectiveWork& work) {
   }
   changed_.notify_all();
   work.complete(error);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    --incomplete_;
+  }
+  changed_.notify_all();
 }
 
 void WorkQueue::start(const c10::intrusive_ptr<CollectiveWork>& work) {
@@ -80,6 +85,7 @@ void WorkQueue::start(const c10::intrusive_ptr<CollectiveWork>& work) {
 
 void WorkQueue::enqueue(const c10::intrusive_ptr<CollectiveWork>& work) {
   waiting_.push_back(work);
+  ++incomplete_;
   if (!worker_.joinable()) worker_ = std::thread([this] { run_worker(); });
   changed_.notify_all();
 }
@@ -89,6 +95,7 @@ void WorkQueue::start_here_if_idle(const c10::intrusive_ptr<CollectiveWork>& wor
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!stopped_ && !running_ && waiting_.empty()) {
       running_ = true;
+      ++incomplete_;
     } else if (!stopped_) {
       enqueue(work);
       return;
@@ -105,9 +112,9 @@ bool WorkQueue::idle() {
   return !running_ && waiting_.empty();
 }
 
-void WorkQueue::wait_until_idle() {
+void WorkQueue::wait_until_complete() {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return !running_ && waiting_.empty(); });
+  changed_.wait(lock, [this] { return incomplete_ == 0; });
 }
 
 void WorkQueue::stop(std::exception_ptr error) {
@@ -116,6 +123,7 @@ void WorkQueue::stop(std::exception_ptr error) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!stopped_) stopped_ = error;
     dropped.swap(waiting_);
+    incomplete_ -= static_cast<int64_t>(dropped.size());
   }
   changed_.notify_all();
   for (const auto& work : dropped) work->complete(error);

@@ -51,8 +51,8 @@ class WorkQueue {
   void start(const c10::intrusive_ptr<CollectiveWork>& work);  // on the worker
   // Runs it here and throws its error, when the queue is idle; else as start().
   void start_here_if_idle(const c10::intrusive_ptr<CollectiveWork>& work);
-  bool idle();
-  void wait_until_idle();
+  bool idle();  // nothing runs or waits (the last work may be about to be seen complete)
+  void wait_until_complete();  // every work that was started is seen complete
   // What has not begun ends with `error`; later operations too.
   void stop(std::exception_ptr error);
 
@@ -64,6 +64,7 @@ class WorkQueue {
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<CollectiveWork>> waiting_;
   bool running_ = false;
+  int64_t incomplete_ = 0;  // started and not yet complete()
   std::exception_ptr stopped_;
   std::thread worker_;
 };

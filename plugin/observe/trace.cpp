@@ -2,6 +2,7 @@
 #include "plugin/observe/trace.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -37,16 +38,32 @@ std::string escaped(const char* text) {
   return out;
 }
 
-// -1: off. Opened once; every line is one write with O_APPEND, so that ranks may share a file.
+constexpr int kUnread = -2, kOff = -1;
+std::atomic<int> g_trace_file{kUnread};
+
+// A forked child is a process of its own and reads its own environment.
+void forget_trace_file() {
+  const int file = g_trace_file.exchange(kUnread);
+  if (file >= 0) ::close(file);
+}
+
+// Opened at first use; every line is one write with O_APPEND, so that ranks may share a file.
 int trace_file() {
-  static const int file = [] {
-    const char* path = std::getenv("TRUESHARD_TRACE");
-    if (path == nullptr || *path == '\0') return -1;
-    const int fd = ::open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-    TORCH_CHECK(fd >= 0, "trueshard: TRUESHARD_TRACE: cannot open '", path, "' for writing: ", std::strerror(errno),
+  const int known = g_trace_file.load(std::memory_order_acquire);
+  if (known != kUnread) return known;
+  static std::mutex mutex;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (g_trace_file.load(std::memory_order_acquire) != kUnread) return g_trace_file;
+  static const int registered = ::pthread_atfork(nullptr, nullptr, forget_trace_file);
+  static_cast<void>(registered);
+  int file = kOff;
+  const char* path = std::getenv("TRUESHARD_TRACE");
+  if (path != nullptr && *path != '\0') {
+    file = ::open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    TORCH_CHECK(file >= 0, "trueshard: TRUESHARD_TRACE: cannot open '", path, "' for writing: ", std::strerror(errno),
                 "; name a file in a folder that exists and is writable, or unset the variable");
-    return fd;
-  }();
+  }
+  g_trace_file.store(file, std::memory_order_release);
   return file;
 }
 
