@@ -17,7 +17,12 @@
 #define TRUESHARD_CPU_ISA cpu_avx512
 #endif
 
+// Sanitizers check every lane of every copy: inlined into one another, the plain rows take the compiler minutes.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define TRUESHARD_INLINE inline
+#else
 #define TRUESHARD_INLINE inline __attribute__((always_inline))
+#endif
 
 TRUESHARD_KERNEL_ENTRY_POINTS(TRUESHARD_CPU_ISA)
 
