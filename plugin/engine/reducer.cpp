@@ -348,8 +348,10 @@ std::string Reducer::differing_digests(uint64_t seq) const {
   for (int r = 1; r < model_->world(); ++r) {
     std::memcpy(&header, channel_->record(r, seq), sizeof header);
     if (header.digest == first.digest) continue;
-    return "parameters were changed outside the optimizer on some ranks only, or to different values (rank 0 and rank " +
-           std::to_string(r) + " differ); make the same change on all ranks, or use FullParametersGuard and broadcast()";
+    return "parameters were changed outside the optimizer on some ranks only, or to different values (rank 0 and "
+           "rank " +
+           std::to_string(r) +
+           " differ); make the same change on all ranks, or use FullParametersGuard and broadcast()";
   }
   return {};
 }

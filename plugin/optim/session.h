@@ -80,8 +80,11 @@ class Session {
   void shard_state();
   uint64_t changes_digest();
   void adopt_changes();
-  void agree_on_changes(const char* operation);  // collective
-  uint64_t contents_digest() const;              // of what the parameters show
+  std::string exchange_changes(const char* operation);  // collective; what differs between ranks
+  void agree_on_changes(const char* operation);         // collective
+  uint64_t contents_digest() const;                     // of what the parameters show
+  bool shows_masters(int64_t parameter) const;          // under a guard: nothing was cast or reshaped
+  void keep_shown(int64_t parameter);                   // leaving a guard
   bool check_finite(bool unscale);
   void apply_step();
   void run_inner_step();
@@ -110,6 +113,7 @@ class Session {
   int full_depth_ = 0;
   std::vector<at::Tensor> full_;  // whole masters shown by a guard
   uint64_t guard_digest_ = 0, entered_digest_ = 0;
+  bool diverged_ = false;  // the guard was entered while ranks had different changes
   Metrics metrics_;
 };
 

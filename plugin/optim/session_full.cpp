@@ -12,37 +12,66 @@
 
 namespace trueshard::optim {
 
-void Session::agree_on_changes(const char* operation) {
+std::string Session::exchange_changes(const char* operation) {
   TORCH_CHECK(!reducer_->pass_open(), me(), " ", operation, ": a backward pass is running; enter between steps");
   engine::MessageHeader header;
   header.digest = changes_digest();
+  reducer_->tell_errors(header);
   const uint64_t seq = reducer_->meet(comm::Fingerprint::of(operation), header);
   reducer_->check_headers(seq, operation);
+  auto differing = reducer_->differing_digests(seq);
   reducer_->done(seq);
   reducer_->throw_if_tainted();
+  return differing;
+}
+
+void Session::agree_on_changes(const char* operation) {
+  const auto differing = exchange_changes(operation);
+  TORCH_CHECK(differing.empty(), me(), " ", operation, ": ", differing);
   adopt_changes();
   guard_digest_ = 0;
 }
 
 uint64_t Session::contents_digest() const {
   uint64_t digest = plan::digest(nullptr, 0);
-  for (const auto& parameter : model_->parameters()) {
-    const auto values = parameter.tensor.detach().as_strided({parameter.tensor.numel()}, {1});
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!shows_masters(p)) continue;
+    const auto values = model_->shown(p);
     digest = plan::digest(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()), digest);
   }
   return digest | 1;
 }
 
+bool Session::shows_masters(int64_t p) const {
+  const auto& parameter = model_->parameters()[p];
+  return parameter.tensor.sizes() == parameter.sizes &&
+         parameter.tensor.scalar_type() ==
+             (parameter.master_in_compute() ? parameter.compute_dtype : parameter.master_dtype);
+}
+
+// Ranks whose parameters differ may enter: a guard is where that is put right. Each then sees its own values, as far as
+// it has them (its own part of the masters, its compute copy of the rest), so that broadcast() spreads one rank's.
 void Session::enter_full() {
   if (full_depth_ > 0) {
     ++full_depth_;
     return;
   }
-  agree_on_changes("enter full parameters");
+  diverged_ = !exchange_changes("enter full parameters").empty();
+  adopt_changes();
+  if (!diverged_) guard_digest_ = 0;
   full_ = publisher_->gather_masters(true);
   for (int64_t p = 0; p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
     if (parameter.master_in_compute() || parameter.numel == 0) continue;
+    if (diverged_) {
+      auto* whole = static_cast<std::byte*>(full_[p].data_ptr());
+      const auto range = model_->owned(p, model_->rank());
+      kernels::kernels().cast(model_->compute(p, model_->rank()), engine::kernel_dtype(parameter.compute_dtype), whole,
+                              engine::kernel_dtype(parameter.master_dtype), parameter.numel);
+      if (!range.empty())
+        std::memcpy(whole + range.begin * model_->master_itemsize(p), model_->master(p, model_->rank()),
+                    static_cast<size_t>(range.size() * model_->master_itemsize(p)));
+    }
     using Keep = at::Tensor;
     auto* keep = new Keep(full_[p]);
     model_->attach_to(p,
@@ -56,29 +85,34 @@ void Session::enter_full() {
   ++full_depth_;
 }
 
+// A parameter that was cast or reshaped under the guard keeps its master; changes_digest() says so to all ranks.
+void Session::keep_shown(int64_t p) {
+  auto& parameter = model_->parameters()[p];
+  const auto whole = model_->shown(p);
+  const auto* values = static_cast<const std::byte*>(whole.const_data_ptr());
+  auto* compute = model_->compute(p, model_->rank());
+  if (!parameter.master_in_compute()) {
+    const int64_t item = model_->master_itemsize(p);
+    const auto range = model_->owned(p, model_->rank());
+    if (!range.empty())
+      std::memcpy(model_->master(p, model_->rank()), values + range.begin * item,
+                  static_cast<size_t>(range.size() * item));
+    kernels::kernels().cast(values, engine::kernel_dtype(parameter.master_dtype), compute,
+                            engine::kernel_dtype(parameter.compute_dtype), parameter.numel);
+    model_->attach(p);
+  } else if (!model_->attached(p)) {  // replaced under the guard
+    std::memcpy(compute, values, static_cast<size_t>(parameter.numel * model_->compute_itemsize(p)));
+    model_->attach(p);
+  }
+  parameter.version = parameter.tensor._version();
+}
+
 void Session::leave_full() {
   if (--full_depth_ > 0) return;
   const uint64_t digest = contents_digest();
-  if (digest != entered_digest_) guard_digest_ = digest;
+  if (digest != entered_digest_ || diverged_) guard_digest_ = digest;
   for (int64_t p = 0; p < model_->size(); ++p) {
-    auto& parameter = model_->parameters()[p];
-    if (parameter.numel == 0) continue;
-    const auto* shown = static_cast<const std::byte*>(parameter.tensor.const_data_ptr());
-    const int64_t item = model_->master_itemsize(p);
-    if (!parameter.master_in_compute()) {
-      const auto range = model_->owned(p, model_->rank());
-      if (!range.empty())
-        std::memcpy(model_->master(p, model_->rank()), shown + range.begin * item,
-                    static_cast<size_t>(range.size() * item));
-      kernels::kernels().cast(shown, engine::kernel_dtype(parameter.master_dtype), model_->compute(p, model_->rank()),
-                              engine::kernel_dtype(parameter.compute_dtype), parameter.numel);
-      model_->attach(p);
-    } else if (!model_->attached(p)) {  // replaced under the guard
-      std::memcpy(model_->compute(p, model_->rank()), shown,
-                  static_cast<size_t>(parameter.numel * model_->compute_itemsize(p)));
-      model_->attach(p);
-    }
-    parameter.version = parameter.tensor._version();
+    if (model_->parameters()[p].numel > 0 && shows_masters(p)) keep_shown(p);
   }
 }
 
@@ -86,12 +120,15 @@ void Session::broadcast_full(int source) {
   TORCH_CHECK(source >= 0 && source < transport_->size(), me(), " FullParametersGuard::broadcast: source is ", source,
               "; expected a rank below ", transport_->size());
   const at::NoGradGuard no_grad;
-  for (auto& parameter : model_->parameters()) {
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    auto& parameter = model_->parameters()[p];
     if (parameter.numel == 0) continue;
-    std::vector<at::Tensor> one{parameter.tensor.detach().as_strided({parameter.numel}, {1})};
+    auto whole = model_->shown(p);
+    std::vector<at::Tensor> one{whole.as_strided({parameter.numel}, {1})};
     c10d::BroadcastOptions options;
     options.rootRank = source;
     group_->broadcast(one, options)->wait();
+    if (!whole.is_alias_of(parameter.tensor)) parameter.tensor.detach().copy_(whole);
   }
 }
 

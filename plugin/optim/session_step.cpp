@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <sstream>
 
 #include "plugin/engine/dtypes.h"
 #include "plugin/engine/parallel.h"
@@ -59,19 +60,19 @@ uint64_t Session::changes_digest() {
   for (int64_t p = 0; p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
     if (parameter.numel == 0) continue;
-    if (parameter.tensor.scalar_type() != parameter.compute_dtype || parameter.tensor.numel() != parameter.numel ||
-        !parameter.tensor.is_non_overlapping_and_dense()) {
-      reducer_->note_error(
-          "parameter '" + parameter.name + "' is " + c10::toString(parameter.tensor.scalar_type()) + " with " +
-          std::to_string(parameter.tensor.numel()) + " elements now; it was " + c10::toString(parameter.compute_dtype) +
-          " with " + std::to_string(parameter.numel) +
-          " when it was sharded; call shard() after .to(dtype), or use MixedPrecisionPolicy().param_dtype()");
+    if (parameter.tensor.scalar_type() != parameter.compute_dtype || parameter.tensor.sizes() != parameter.sizes) {
+      std::ostringstream text;
+      text << "parameter '" << parameter.name << "' is " << c10::toString(parameter.tensor.scalar_type()) << ' '
+           << parameter.tensor.sizes() << " now; it was " << c10::toString(parameter.compute_dtype) << ' '
+           << at::IntArrayRef(parameter.sizes)
+           << " when it was sharded; call shard() after .to(dtype), or use MixedPrecisionPolicy().param_dtype()";
+      reducer_->note_error(text.str());
       digest = plan::digest(parameter.name.data(), static_cast<int64_t>(parameter.name.size()), digest | 1);
       continue;
     }
     if (model_->attached(p) && parameter.tensor._version() == parameter.version) continue;
     digest = plan::digest(parameter.name.data(), static_cast<int64_t>(parameter.name.size()), digest | 1);
-    digest = plan::digest(parameter.tensor.const_data_ptr(), parameter.numel * model_->compute_itemsize(p), digest);
+    digest = plan::digest(model_->shown(p).const_data_ptr(), parameter.numel * model_->compute_itemsize(p), digest);
   }
   return digest;
 }
@@ -82,7 +83,7 @@ void Session::adopt_changes() {
     const bool attached = parameter.numel == 0 || model_->attached(p);
     if (attached && parameter.tensor._version() == parameter.version) continue;
     if (!attached) {
-      std::memcpy(model_->compute(p, model_->rank()), parameter.tensor.const_data_ptr(),
+      std::memcpy(model_->compute(p, model_->rank()), model_->shown(p).const_data_ptr(),
                   static_cast<size_t>(parameter.numel * model_->compute_itemsize(p)));
       model_->attach(p);
     }

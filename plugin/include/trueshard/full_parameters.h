@@ -14,7 +14,8 @@ namespace trueshard {
 // While it lives every managed parameter is whole and shows its fp32 master (as FSDP's summon_full_params). Entering is
 // collective. Leaving sends nothing: each rank keeps its own slice of what was written and rounds its compute copy from
 // what it sees, so all ranks must write the same values; a digest rides on the next collective, and a difference is an
-// error on all ranks. broadcast(source) before leaving gives every rank what `source` wrote.
+// error on all ranks. broadcast(source) before leaving gives every rank what `source` wrote; after such an error (and
+// zero_grad()) a new guard with the same writes on all ranks, or with broadcast(), puts things right.
 // Entering between a forward and its backward, or with a pass under way, is an error.
 class TRUESHARD_API FullParametersGuard {
  public:
