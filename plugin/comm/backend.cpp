@@ -32,12 +32,14 @@ Backend::Backend(std::shared_ptr<Transport> transport, std::chrono::milliseconds
 }
 
 Backend::~Backend() {
-  // An operation under way waits for other ranks; it is ended, so that the worker can be joined without waiting for them.
+  // An operation under way waits for other ranks; it is ended, so that the worker can be joined without waiting for
+  // them.
   queue_.stop(std::make_exception_ptr(c10::DistBackendError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
       where(rank_, size_, transport_->group_name()) + ": the group was destroyed before this operation began")));
   if (!queue_.idle()) {
-    transport_->fail(where(rank_, size_, transport_->group_name()) + ": the group was destroyed while an operation was under way; "
+    transport_->fail(where(rank_, size_, transport_->group_name()) +
+                     ": the group was destroyed while an operation was under way; "
                      "wait() for the work that the last calls returned before letting the group go");
   }
 }
@@ -53,14 +55,13 @@ c10d::ErrorType Backend::getError() {
 
 void Backend::shutdown() {
   queue_.wait_until_complete();
-  queue_.stop(std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                                                            where(rank_, size_, transport_->group_name()) +
-                                                                ": the group was shut down; make a new group for further calls")));
+  queue_.stop(std::make_exception_ptr(
+      c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                            where(rank_, size_, transport_->group_name()) +
+                                ": the group was shut down; make a new group for further calls")));
 }
 
-void Backend::abort() {
-  transport_->fail(where(rank_, size_, transport_->group_name()) + ": abort() was called");
-}
+void Backend::abort() { transport_->fail(where(rank_, size_, transport_->group_name()) + ": abort() was called"); }
 
 WorkPtr Backend::start(Request request) {
   transport_->throw_if_failed();
@@ -121,7 +122,8 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
 
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                const std::string& group_name, std::chrono::milliseconds timeout) {
-  TORCH_CHECK(size <= kMostRanks, where(rank, size, group_name), ": a group has at most ", kMostRanks, " ranks in this version");
+  TORCH_CHECK(size <= kMostRanks, where(rank, size, group_name), ": a group has at most ", kMostRanks,
+              " ranks in this version");
   return c10::make_intrusive<Backend>(connect(store, rank, size, group_name, timeout), timeout);
 }
 

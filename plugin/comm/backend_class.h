@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: the class behind make_backend(). Calls check their arguments, make a fingerprint and a closure over the Conduit, and
-// start it; nothing here moves bytes.
-// Invariants: I1 a call whose arguments are impossible on this rank still takes part (Conduit::refuse), so that every rank gets
-// an error and the group stays usable. I2 only the old c10d names are overridden: newer torch forwards its new names to them.
-// Threads, Errors: see backend.h.
+// Role: the class behind make_backend(). Calls check their arguments, make a fingerprint and a closure over the
+// Conduit, and start it; nothing here moves bytes. Invariants: I1 a call whose arguments are impossible on this rank
+// still takes part (Conduit::refuse), so that every rank gets an error and the group stays usable. I2 only the old c10d
+// names are overridden: newer torch forwards its new names to them. Threads, Errors: see backend.h.
 #pragma once
 #include <functional>
 #include <memory>
@@ -40,13 +39,18 @@ class Backend final : public c10d::Backend {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
-  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override;
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
@@ -68,7 +72,8 @@ class Backend final : public c10d::Backend {
   WorkPtr start(Request request);
   void execute(const Request& request, uint64_t sequence);
   WorkPtr start_all_reduce(Request request, const Tensors& tensors, const c10d::ReduceOp& op);
-  WorkPtr start_reduce_scatter(Request request, const std::vector<Tensors>& inputs, const Tensors& outputs, const c10d::ReduceOp& op);
+  WorkPtr start_reduce_scatter(Request request, const std::vector<Tensors>& inputs, const Tensors& outputs,
+                               const c10d::ReduceOp& op);
   WorkPtr start_all_gather(Request request, const Tensors& inputs, const std::vector<Tensors>& outputs);
 
   std::shared_ptr<Transport> transport_;

@@ -75,15 +75,16 @@ Splits splits_of(const at::Tensor& tensor, const std::vector<int64_t>& given, in
   std::vector<int64_t> counts = given;
   if (counts.empty()) {
     if (rows % ranks != 0) {
-      splits.refusal = std::string(what) + " has " + std::to_string(rows) + " rows, not a multiple of " + std::to_string(ranks) +
-                       " ranks; give the split sizes";
+      splits.refusal = std::string(what) + " has " + std::to_string(rows) + " rows, not a multiple of " +
+                       std::to_string(ranks) + " ranks; give the split sizes";
       return splits;
     }
     counts.assign(static_cast<size_t>(ranks), rows / ranks);
   }
   bool negative = false;
   for (const int64_t count : counts) negative = negative || count < 0;
-  if (negative || static_cast<int64_t>(counts.size()) != ranks || std::accumulate(counts.begin(), counts.end(), int64_t{0}) != rows) {
+  if (negative || static_cast<int64_t>(counts.size()) != ranks ||
+      std::accumulate(counts.begin(), counts.end(), int64_t{0}) != rows) {
     splits.refusal = "the split sizes of the " + std::string(what) + " must be " + std::to_string(ranks) +
                      " numbers that add up to its " + std::to_string(rows) + " rows";
     return splits;
@@ -126,12 +127,14 @@ WorkPtr Backend::start_all_gather(Request request, const Tensors& inputs, const 
   for (const Tensors& list : outputs) request.outputs.insert(request.outputs.end(), list.begin(), list.end());
   request.refusal = refuse_lists(inputs, request.outputs);
   if (request.refusal.empty() && inputs.empty()) request.refusal = "no tensors were given";
-  if (request.refusal.empty()) request.refusal = refuse_count(outputs.size(), static_cast<int64_t>(inputs.size()), "output lists");
+  if (request.refusal.empty())
+    request.refusal = refuse_count(outputs.size(), static_cast<int64_t>(inputs.size()), "output lists");
   const bool whole = request.type == c10d::OpType::_ALLGATHER_BASE || request.type == c10d::OpType::COALESCED;
   for (size_t i = 0; i < inputs.size() && request.refusal.empty(); ++i) {
     request.refusal = refuse_count(outputs[i].size(), whole ? 1 : size_, "outputs");
     if (!request.refusal.empty()) break;
-    request.refusal = refuse_unlike(outputs[i], inputs[i].scalar_type(), inputs[i].numel() * (whole ? size_ : 1), "output");
+    request.refusal =
+        refuse_unlike(outputs[i], inputs[i].scalar_type(), inputs[i].numel() * (whole ? size_ : 1), "output");
   }
   describe(request.name, inputs, &request.call);
   request.run = [inputs, outputs](Conduit& conduit, const CollectiveCall& call) {
@@ -150,26 +153,29 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const
 }
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
-  return start_all_gather({c10d::OpType::_ALLGATHER_BASE, "all_gather_into_tensor", options.timeout, options.asyncOp}, {input},
-                          {{output}});
+  return start_all_gather({c10d::OpType::_ALLGATHER_BASE, "all_gather_into_tensor", options.timeout, options.asyncOp},
+                          {input}, {{output}});
 }
 
-WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::AllgatherOptions& options) {
   std::vector<Tensors> lists;
   for (const at::Tensor& output : outputs) lists.push_back({output});
-  return start_all_gather({c10d::OpType::COALESCED, "all_gather_into_tensor_coalesced", options.timeout, options.asyncOp}, inputs,
-                          lists);
+  return start_all_gather(
+      {c10d::OpType::COALESCED, "all_gather_into_tensor_coalesced", options.timeout, options.asyncOp}, inputs, lists);
 }
 
 // Here outputs[r][i] is rank r's tensor i.
-WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                     const c10d::AllgatherOptions& options) {
   std::vector<Tensors> lists(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) {
     for (const Tensors& of_rank : outputs) {
       if (i < of_rank.size()) lists[i].push_back(of_rank[i]);
     }
   }
-  return start_all_gather({c10d::OpType::ALLGATHER_COALESCED, "allgather_coalesced", options.timeout, options.asyncOp}, inputs, lists);
+  return start_all_gather({c10d::OpType::ALLGATHER_COALESCED, "allgather_coalesced", options.timeout, options.asyncOp},
+                          inputs, lists);
 }
 
 WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
@@ -182,7 +188,8 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
   if (request.refusal.empty()) request.refusal = refuse_count(inputs.size(), 1, "inputs");
   if (request.refusal.empty()) request.refusal = refuse_lists(inputs, list);
   if (request.refusal.empty() && root) request.refusal = refuse_count(list.size(), size_, "outputs");
-  if (request.refusal.empty() && root) request.refusal = refuse_unlike(list, inputs[0].scalar_type(), inputs[0].numel(), "output");
+  if (request.refusal.empty() && root)
+    request.refusal = refuse_unlike(list, inputs[0].scalar_type(), inputs[0].numel(), "output");
   describe("gather", inputs, &request.call);
   request.call.fingerprint.root = static_cast<int32_t>(options.rootRank);
   request.run = [inputs, list](Conduit& conduit, const CollectiveCall& call) {
@@ -210,7 +217,8 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c
   if (request.refusal.empty()) request.refusal = refuse_count(outputs.size(), 1, "outputs");
   if (request.refusal.empty()) request.refusal = refuse_lists(list, outputs);
   if (request.refusal.empty() && root) request.refusal = refuse_count(list.size(), size_, "inputs");
-  if (request.refusal.empty() && root) request.refusal = refuse_unlike(list, outputs[0].scalar_type(), outputs[0].numel(), "input");
+  if (request.refusal.empty() && root)
+    request.refusal = refuse_unlike(list, outputs[0].scalar_type(), outputs[0].numel(), "input");
   describe("scatter", outputs, &request.call);
   request.call.fingerprint.root = static_cast<int32_t>(options.rootRank);
   request.run = [list, outputs](Conduit& conduit, const CollectiveCall& call) {
@@ -240,7 +248,8 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vecto
     request.refusal = !from.refusal.empty() ? from.refusal : to.refusal;
   }
   if (request.refusal.empty() && input.scalar_type() != output.scalar_type()) {
-    request.refusal = "the input is " + dtype_name(input.scalar_type()) + " and the output " + dtype_name(output.scalar_type());
+    request.refusal =
+        "the input is " + dtype_name(input.scalar_type()) + " and the output " + dtype_name(output.scalar_type());
   }
   request.call.fingerprint = Fingerprint::of("all_to_all_single");
   if (request.refusal.empty()) request.call.fingerprint.dtype = dtype_code(input.scalar_type());

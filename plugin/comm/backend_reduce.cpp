@@ -28,7 +28,8 @@ std::string refuse_root(int64_t root, int size) {
 }
 
 std::string refuse_reduction(const c10d::ReduceOp& op, const Tensors& tensors) {
-  if (op.op_ == c10d::ReduceOp::PREMUL_SUM && !op.supplement_) return "premul_sum has no factor; make it with makePreMulSum()";
+  if (op.op_ == c10d::ReduceOp::PREMUL_SUM && !op.supplement_)
+    return "premul_sum has no factor; make it with makePreMulSum()";
   for (const at::Tensor& tensor : tensors) {
     Fingerprint ignored;
     std::string text = reduction_refusal(reduction_spec(op, tensor.scalar_type(), &ignored));
@@ -55,7 +56,8 @@ std::string refuse_any(const Tensors& tensors, const Check& check) {
 }
 
 // Fills in the fingerprint of a list of tensors to be reduced, and the refusal where the reduction is impossible.
-void describe(const char* name, const Tensors& tensors, const c10d::ReduceOp& op, CollectiveCall* call, std::string* refusal) {
+void describe(const char* name, const Tensors& tensors, const c10d::ReduceOp& op, CollectiveCall* call,
+              std::string* refusal) {
   call->fingerprint = Fingerprint::of(name);
   if (refusal->empty()) *refusal = refuse_reduction(op, tensors);
   if (!refusal->empty()) return;
@@ -90,12 +92,13 @@ WorkPtr Backend::start_all_reduce(Request request, const Tensors& given, const c
 }
 
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return start_all_reduce({c10d::OpType::ALLREDUCE, "allreduce", options.timeout, options.asyncOp}, tensors, options.reduceOp);
+  return start_all_reduce({c10d::OpType::ALLREDUCE, "allreduce", options.timeout, options.asyncOp}, tensors,
+                          options.reduceOp);
 }
 
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  return start_all_reduce({c10d::OpType::ALLREDUCE_COALESCED, "allreduce_coalesced", options.timeout, options.asyncOp}, tensors,
-                          options.reduceOp);
+  return start_all_reduce({c10d::OpType::ALLREDUCE_COALESCED, "allreduce_coalesced", options.timeout, options.asyncOp},
+                          tensors, options.reduceOp);
 }
 
 WorkPtr Backend::reduce(Tensors& given, const c10d::ReduceOptions& options) {
@@ -117,15 +120,16 @@ WorkPtr Backend::reduce(Tensors& given, const c10d::ReduceOptions& options) {
   return start(std::move(request));
 }
 
-WorkPtr Backend::start_reduce_scatter(Request request, const std::vector<Tensors>& given_inputs, const Tensors& given_outputs,
-                                      const c10d::ReduceOp& op) {
+WorkPtr Backend::start_reduce_scatter(Request request, const std::vector<Tensors>& given_inputs,
+                                      const Tensors& given_outputs, const c10d::ReduceOp& op) {
   const Tensors outputs = all_as_real(given_outputs, op);
   std::vector<Tensors> inputs;
   for (const Tensors& list : given_inputs) inputs.push_back(all_as_real(list, op));
   request.outputs = given_outputs;
   request.refusal = refuse_any(outputs, refuse_output);
   if (request.refusal.empty() && inputs.size() != outputs.size()) {
-    request.refusal = std::to_string(inputs.size()) + " lists of inputs for " + std::to_string(outputs.size()) + " outputs";
+    request.refusal =
+        std::to_string(inputs.size()) + " lists of inputs for " + std::to_string(outputs.size()) + " outputs";
   }
   for (size_t i = 0; i < outputs.size() && request.refusal.empty(); ++i) {
     request.inputs.insert(request.inputs.end(), given_inputs[i].begin(), given_inputs[i].end());
@@ -134,10 +138,12 @@ WorkPtr Backend::start_reduce_scatter(Request request, const std::vector<Tensors
     const size_t expected = whole ? 1 : static_cast<size_t>(size_);
     request.refusal = refuse_any(inputs[i], refuse_input);
     if (request.refusal.empty() && inputs[i].size() != expected) {
-      request.refusal = std::to_string(inputs[i].size()) + " inputs, expected one per rank (" + std::to_string(expected) + ")";
+      request.refusal =
+          std::to_string(inputs[i].size()) + " inputs, expected one per rank (" + std::to_string(expected) + ")";
     }
     if (request.refusal.empty()) {
-      request.refusal = refuse_unlike(inputs[i], outputs[i].scalar_type(), outputs[i].numel() * (whole ? size_ : 1), "input");
+      request.refusal =
+          refuse_unlike(inputs[i], outputs[i].scalar_type(), outputs[i].numel() * (whole ? size_ : 1), "input");
     }
   }
   describe(request.name, outputs, op, &request.call, &request.refusal);
@@ -159,22 +165,26 @@ WorkPtr Backend::start_reduce_scatter(Request request, const std::vector<Tensors
   return start(std::move(request));
 }
 
-WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) {
-  return start_reduce_scatter({c10d::OpType::REDUCE_SCATTER, "reduce_scatter", options.timeout, options.asyncOp}, inputs, outputs,
-                              options.reduceOp);
+WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                const c10d::ReduceScatterOptions& options) {
+  return start_reduce_scatter({c10d::OpType::REDUCE_SCATTER, "reduce_scatter", options.timeout, options.asyncOp},
+                              inputs, outputs, options.reduceOp);
 }
 
-WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return start_reduce_scatter({c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor", options.timeout, options.asyncOp},
-                              {{input}}, {output}, options.reduceOp);
+WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                      const c10d::ReduceScatterOptions& options) {
+  return start_reduce_scatter(
+      {c10d::OpType::_REDUCE_SCATTER_BASE, "reduce_scatter_tensor", options.timeout, options.asyncOp}, {{input}},
+      {output}, options.reduceOp);
 }
 
-WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::ReduceScatterOptions& options) {
   std::vector<Tensors> lists;
   for (const at::Tensor& input : inputs) lists.push_back({input});
-  return start_reduce_scatter(
-      {c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter_tensor_coalesced", options.timeout, options.asyncOp}, lists, outputs,
-      options.reduceOp);
+  return start_reduce_scatter({c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter_tensor_coalesced",
+                               options.timeout, options.asyncOp},
+                              lists, outputs, options.reduceOp);
 }
 
 }  // namespace trueshard::comm

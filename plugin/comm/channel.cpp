@@ -20,7 +20,9 @@ size_t lines(size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 std::string dtype_text(uint32_t dtype) {
   return dtype == 0 ? "none" : dtype_name(static_cast<c10::ScalarType>(dtype - 1));
 }
-std::string reduction_text(uint32_t reduction) { return reduction == 0 ? "none" : reduction_name(static_cast<int>(reduction) - 1); }
+std::string reduction_text(uint32_t reduction) {
+  return reduction == 0 ? "none" : reduction_name(static_cast<int>(reduction) - 1);
+}
 std::string hex(uint64_t value) {
   char text[24];
   std::snprintf(text, sizeof text, "0x%" PRIx64, value);
@@ -38,7 +40,8 @@ std::string describe(const Fingerprint& f, uint64_t seq) {
 std::string differences(const Fingerprint& mine, const Fingerprint& theirs, int peer) {
   std::string text;
   const auto add = [&](const char* field, const std::string& here, const std::string& there) {
-    if (here != there) text += std::string("; ") + field + " is " + here + " here and " + there + " on rank " + std::to_string(peer);
+    if (here != there)
+      text += std::string("; ") + field + " is " + here + " here and " + there + " on rank " + std::to_string(peer);
   };
   add("operation", std::string("'") + mine.operation + "'", std::string("'") + theirs.operation + "'");
   add("dtype", dtype_text(mine.dtype), dtype_text(theirs.dtype));
@@ -52,8 +55,9 @@ std::string differences(const Fingerprint& mine, const Fingerprint& theirs, int 
 }
 
 bool same(const Fingerprint& a, const Fingerprint& b) {
-  return std::strncmp(a.operation, b.operation, sizeof a.operation) == 0 && a.dtype == b.dtype && a.reduction == b.reduction &&
-         a.root == b.root && a.pass == b.pass && a.elements == b.elements && a.bucket == b.bucket && a.detail == b.detail;
+  return std::strncmp(a.operation, b.operation, sizeof a.operation) == 0 && a.dtype == b.dtype &&
+         a.reduction == b.reduction && a.root == b.root && a.pass == b.pass && a.elements == b.elements &&
+         a.bucket == b.bucket && a.detail == b.detail;
 }
 
 struct Head {  // at the start of each rank's block
@@ -103,7 +107,8 @@ void Channel::State::settle(const WaitResult& result, uint64_t seq, const char* 
   if (result.outcome != Outcome::kFailed) {
     // The text describes this rank's own message: it is what the late ranks should have posted.
     const bool known = seq < next && seq + static_cast<uint64_t>(options.depth) >= next;
-    const std::string message = known ? describe(fingerprint(transport.rank(), seq), seq) : "message " + std::to_string(seq);
+    const std::string message =
+        known ? describe(fingerprint(transport.rank(), seq), seq) : "message " + std::to_string(seq);
     const bool many = result.late.size() > 1;
     std::string text = here() + ": " + rank_list(result.late);
     if (result.outcome == Outcome::kGone) {
@@ -111,7 +116,8 @@ void Channel::State::settle(const WaitResult& result, uint64_t seq, const char* 
               (many ? "have" : "has") + " not " + what_missing + " " + message + "; look there for the cause";
     } else {
       text += std::string(many ? " have" : " has") + " not " + what_missing + " " + message + " after " +
-              std::to_string(result.waited_ns / 1000000) + " ms; look there for an error or for another order of calls, or give "
+              std::to_string(result.waited_ns / 1000000) +
+              " ms; look there for an error or for another order of calls, or give "
               "the group a longer timeout";
     }
     transport.fail(text);
@@ -125,8 +131,9 @@ void Channel::State::compare(int peer, uint64_t seq) {
   const Fingerprint& mine = fingerprint(transport.rank(), seq);
   const Fingerprint& theirs = fingerprint(peer, seq);
   if (same(mine, theirs)) return;
-  const std::string text = here() + ", message " + std::to_string(seq) + ": this rank runs '" + mine.operation + "' but rank " +
-                           std::to_string(peer) + " runs '" + theirs.operation + "'" + differences(mine, theirs, peer) +
+  const std::string text = here() + ", message " + std::to_string(seq) + ": this rank runs '" + mine.operation +
+                           "' but rank " + std::to_string(peer) + " runs '" + theirs.operation + "'" +
+                           differences(mine, theirs, peer) +
                            "; all ranks must make the same calls with the same arguments in the same order";
   if (seq > done) {
     done = seq;
@@ -164,8 +171,9 @@ Channel::Channel(std::shared_ptr<Transport> transport, const std::string& name, 
   s.region = transport_->allocate("channel " + name, bytes);
   for (int r = 0; r < size(); ++r) {
     if (s.region->bytes(r) != bytes) {
-      throw_backend_error(s.here() + ": this rank's messages take " + std::to_string(bytes) + " bytes but rank " + std::to_string(r) +
-                          "'s take " + std::to_string(s.region->bytes(r)) + "; record size and depth must agree");
+      throw_backend_error(s.here() + ": this rank's messages take " + std::to_string(bytes) + " bytes but rank " +
+                          std::to_string(r) + "'s take " + std::to_string(s.region->bytes(r)) +
+                          "; record size and depth must agree");
     }
     auto* head = reinterpret_cast<Head*>(s.region->data(r));
     s.posted_flags.push_back(&head->posted);
@@ -204,7 +212,9 @@ bool Channel::can_post() const {
   return state_->next <= depth || all_read(state_->next - depth);
 }
 
-bool Channel::posted(int peer, uint64_t seq) const { return reached(*state_->posted_flags[static_cast<size_t>(peer)], seq); }
+bool Channel::posted(int peer, uint64_t seq) const {
+  return reached(*state_->posted_flags[static_cast<size_t>(peer)], seq);
+}
 bool Channel::all_posted(uint64_t seq) const { return all_reached(state_->posted_by(seq)); }
 
 void Channel::wait_posted(int peer, uint64_t seq) {

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: one ordered conversation between all ranks of a group. Each rank posts numbered messages (a fingerprint, a small record and
-// whatever bytes it has put into its own region before); every rank reads every peer's. There is no trailing barrier: a
-// rank says separately up to which number it has finished reading, so that a slot can be used again.
-// Invariants: I1 all ranks post the same sequence 1, 2, 3, ... I2 a message may be read from wait_posted(peer, seq) until this
+// Role: one ordered conversation between all ranks of a group. Each rank posts numbered messages (a fingerprint, a
+// small record and whatever bytes it has put into its own region before); every rank reads every peer's. There is no
+// trailing barrier: a rank says separately up to which number it has finished reading, so that a slot can be used
+// again. Invariants: I1 all ranks post the same sequence 1, 2, 3, ... I2 a message may be read from wait_posted(peer,
+// seq) until this
 //             rank's done_reading(seq). I3 a rank may reuse what message seq pointed at after wait_all_read(seq).
 //             I4 fingerprints that differ are an error on all ranks, with the differing fields only. The message then
 //             counts as read, and where every rank got the error (each compared with all peers: wait_all_posted)
 //             the channel goes on with the next message. Any other error marks the group failed.
-// Threads: one thread at a time per channel; different channels are independent. Errors: c10::DistBackendError; every wait
-// ends within the group's timeout, a dead peer ends it within a second.
+// Threads: one thread at a time per channel; different channels are independent. Errors: c10::DistBackendError; every
+// wait ends within the group's timeout, a dead peer ends it within a second.
 #pragma once
 #include <cstring>
 #include <functional>
@@ -26,10 +27,10 @@ struct Fingerprint {
   uint32_t dtype = 0;       // at::ScalarType + 1, 0: none
   uint32_t reduction = 0;   // c10d::ReduceOp::RedOpType + 1, 0: none
   int32_t root = -1;
-  uint32_t pass = 0;        // backward pass since zero_grad
+  uint32_t pass = 0;  // backward pass since zero_grad
   int64_t elements = 0;
   int64_t bucket = -1;
-  uint64_t detail = 0;      // anything else that must agree (digest, divisor bits, scale bits)
+  uint64_t detail = 0;  // anything else that must agree (digest, divisor bits, scale bits)
   static Fingerprint of(const char* operation) {
     Fingerprint f;
     std::strncpy(f.operation, operation, sizeof f.operation - 1);
@@ -58,18 +59,19 @@ class Channel {
 
   // The number of the next message this rank will post (starts at 1).
   uint64_t next() const;
-  // Posts the next message and returns its number. Bytes written to shared regions before are visible to whoever sees it.
+  // Posts the next message and returns its number. Bytes written to shared regions before are visible to whoever sees
+  // it.
   uint64_t post(const Fingerprint& fingerprint, const void* record = nullptr, size_t record_bytes = 0);
   // Whether post() would have to wait for a slow reader.
   bool can_post() const;
-  bool posted(int peer, uint64_t seq) const;      // does not wait
-  bool all_posted(uint64_t seq) const;            // does not wait
-  void wait_posted(int peer, uint64_t seq);       // also compares the fingerprint with this rank's own message seq
+  bool posted(int peer, uint64_t seq) const;  // does not wait
+  bool all_posted(uint64_t seq) const;        // does not wait
+  void wait_posted(int peer, uint64_t seq);   // also compares the fingerprint with this rank's own message seq
   void wait_all_posted(uint64_t seq);
   const std::byte* record(int peer, uint64_t seq) const;  // valid per I2
-  void done_reading(uint64_t seq);                // this rank has finished with all messages up to seq
+  void done_reading(uint64_t seq);                        // this rank has finished with all messages up to seq
   bool all_read(uint64_t seq) const;
-  void wait_all_read(uint64_t seq);               // all peers; this rank's own reading is its own business
+  void wait_all_read(uint64_t seq);  // all peers; this rank's own reading is its own business
 
   // Waits of this channel end after `limit` (0: the transport's timeout).
   void set_wait_limit(std::chrono::milliseconds limit);

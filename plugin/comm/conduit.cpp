@@ -71,7 +71,8 @@ void Conduit::run(const CollectiveCall& call, const Pipeline& pipeline, const vo
   }
 }
 
-void Conduit::all_gather(const CollectiveCall& call, const std::byte* input, const std::vector<std::byte*>& outputs, int64_t bytes) {
+void Conduit::all_gather(const CollectiveCall& call, const std::byte* input, const std::vector<std::byte*>& outputs,
+                         int64_t bytes) {
   const int64_t chunk = chunk_bytes(bytes);
   const auto fill = [&](int64_t k, std::byte* slot) { copy_bytes(slot, input + k * chunk, part(bytes, chunk, k)); };
   const auto drain = [&](int64_t k, uint64_t seq) {
@@ -98,7 +99,8 @@ void Conduit::broadcast(const CollectiveCall& call, std::byte* data, int64_t byt
   run(call, {chunks_of(bytes, chunk), root ? Await::kNobody : Await::kRoot, fill, drain, {}});
 }
 
-void Conduit::gather(const CollectiveCall& call, const std::byte* input, const std::vector<std::byte*>& outputs, int64_t bytes) {
+void Conduit::gather(const CollectiveCall& call, const std::byte* input, const std::vector<std::byte*>& outputs,
+                     int64_t bytes) {
   const bool root = channel_.rank() == call.fingerprint.root;
   const int64_t chunk = chunk_bytes(bytes);
   const auto fill = [&](int64_t k, std::byte* slot) {
@@ -115,7 +117,8 @@ void Conduit::gather(const CollectiveCall& call, const std::byte* input, const s
   run(call, {chunks_of(bytes, chunk), root ? Await::kAll : Await::kNobody, fill, drain, {}});
 }
 
-void Conduit::scatter(const CollectiveCall& call, const std::vector<const std::byte*>& inputs, std::byte* output, int64_t bytes) {
+void Conduit::scatter(const CollectiveCall& call, const std::vector<const std::byte*>& inputs, std::byte* output,
+                      int64_t bytes) {
   const bool root = channel_.rank() == call.fingerprint.root;
   const int64_t chunk = piece_bytes(bytes, channel_.size());
   const auto fill = [&](int64_t k, std::byte* slot) {
@@ -139,16 +142,18 @@ void Conduit::scatter(const CollectiveCall& call, const std::vector<const std::b
 
 // All ranks compare what every pair sends and expects, so that all see the same mismatch; gives the number of chunks.
 int64_t Conduit::exchange_sizes(const CollectiveCall& call, uint64_t first, int64_t chunk) const {
-  const auto sizes = [&](size_t r) { return reinterpret_cast<const int64_t*>(channel_.record(static_cast<int>(r), first)); };
+  const auto sizes = [&](size_t r) {
+    return reinterpret_cast<const int64_t*>(channel_.record(static_cast<int>(r), first));
+  };
   int64_t chunks = 1;
   for (size_t from = 0; from < world(); ++from) {
     for (size_t to = 0; to < world(); ++to) {
       const int64_t sent = sizes(from)[to], expected = sizes(to)[world() + from];
       if (sent != expected) {
-        throw_backend_error(where(channel_.rank(), channel_.size(), transport().group_name()) + " " + call.fingerprint.operation +
-                            ": rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
-                            std::to_string(to) + ", which expects " + std::to_string(expected) +
-                            "; input splits and output splits must match");
+        throw_backend_error(where(channel_.rank(), channel_.size(), transport().group_name()) + " " +
+                            call.fingerprint.operation + ": rank " + std::to_string(from) + " sends " +
+                            std::to_string(sent) + " bytes to rank " + std::to_string(to) + ", which expects " +
+                            std::to_string(expected) + "; input splits and output splits must match");
       }
       chunks = std::max(chunks, chunks_of(sent, chunk));
     }
@@ -163,7 +168,8 @@ void Conduit::all_to_all(const CollectiveCall& call, const Pieces& pieces) {
   const auto fill = [&](int64_t k, std::byte* slot) {
     for (size_t r = 0; r < world(); ++r) {
       if (r == self()) continue;
-      copy_bytes(slot + static_cast<int64_t>(r) * chunk, pieces.inputs[r] + k * chunk, part(pieces.input_bytes[r], chunk, k));
+      copy_bytes(slot + static_cast<int64_t>(r) * chunk, pieces.inputs[r] + k * chunk,
+                 part(pieces.input_bytes[r], chunk, k));
     }
   };
   const auto drain = [&](int64_t k, uint64_t seq) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: the collectives over dense memory: one channel, and a staging area of four slots per rank through which large
-// arrays pass chunk by chunk, so that copying in, reducing and copying out of neighbouring chunks overlap between ranks.
-// Invariants: I1 no output is written before the fingerprints of all ranks were seen to agree. I2 slot seq % 4 belongs to
-// message seq until all ranks have read it. I3 the order of additions is the tree over ranks, whatever the chunks.
-// I4 an empty collective is one message like any other. Shapes: dense arrays; sizes are 64-bit.
-// Threads: one caller at a time. Errors: c10::DistBackendError; what is not a mismatch marks the group failed.
+// arrays pass chunk by chunk, so that copying in, reducing and copying out of neighbouring chunks overlap between
+// ranks. Invariants: I1 no output is written before the fingerprints of all ranks were seen to agree. I2 slot seq % 4
+// belongs to message seq until all ranks have read it. I3 the order of additions is the tree over ranks, whatever the
+// chunks. I4 an empty collective is one message like any other. Shapes: dense arrays; sizes are 64-bit. Threads: one
+// caller at a time. Errors: c10::DistBackendError; what is not a mismatch marks the group failed.
 #pragma once
 #include <array>
 #include <memory>
@@ -20,8 +20,8 @@ namespace trueshard::comm {
 
 struct CollectiveCall {
   Fingerprint fingerprint;
-  ReductionSpec spec;                     // reductions only
-  std::chrono::milliseconds timeout{0};   // 0: the group's
+  ReductionSpec spec;                    // reductions only
+  std::chrono::milliseconds timeout{0};  // 0: the group's
 };
 
 class Conduit {
@@ -32,11 +32,15 @@ class Conduit {
   void all_reduce(const CollectiveCall& call, std::byte* data, int64_t elements);
   void reduce(const CollectiveCall& call, std::byte* data, int64_t elements);  // only the root's data change
   // inputs: one array of `elements` per rank.
-  void reduce_scatter(const CollectiveCall& call, const std::vector<const std::byte*>& inputs, std::byte* output, int64_t elements);
-  void all_gather(const CollectiveCall& call, const std::byte* input, const std::vector<std::byte*>& outputs, int64_t bytes);
+  void reduce_scatter(const CollectiveCall& call, const std::vector<const std::byte*>& inputs, std::byte* output,
+                      int64_t elements);
+  void all_gather(const CollectiveCall& call, const std::byte* input, const std::vector<std::byte*>& outputs,
+                  int64_t bytes);
   void broadcast(const CollectiveCall& call, std::byte* data, int64_t bytes);
-  void gather(const CollectiveCall& call, const std::byte* input, const std::vector<std::byte*>& outputs, int64_t bytes);
-  void scatter(const CollectiveCall& call, const std::vector<const std::byte*>& inputs, std::byte* output, int64_t bytes);
+  void gather(const CollectiveCall& call, const std::byte* input, const std::vector<std::byte*>& outputs,
+              int64_t bytes);
+  void scatter(const CollectiveCall& call, const std::vector<const std::byte*>& inputs, std::byte* output,
+               int64_t bytes);
   struct Pieces {  // one piece for, or from, each rank; sizes in bytes
     std::vector<const std::byte*> inputs;
     std::vector<int64_t> input_bytes;
@@ -45,8 +49,8 @@ class Conduit {
   };
   void all_to_all(const CollectiveCall& call, const Pieces& pieces);
   void barrier(const CollectiveCall& call);
-  // Takes part in the place of a collective that this rank's arguments make impossible, so that all ranks get an error and
-  // stay in step; returns normally when the others have been told.
+  // Takes part in the place of a collective that this rank's arguments make impossible, so that all ranks get an error
+  // and stay in step; returns normally when the others have been told.
   void refuse(const CollectiveCall& call);
 
  private:

@@ -40,8 +40,8 @@ void Conduit::all_reduce_direct(const CollectiveCall& call, std::byte* data, int
   run(call, {chunks_of(elements, chunk), Await::kAll, fill, drain, {}});
 }
 
-// Message m brings chunk m of every rank's data and, behind it, this rank's part of the reduced chunk m - 1. A step: copy
-// chunk m in, reduce the own part of chunk m - 1, post both, copy chunk m - 2 out of everybody's parts.
+// Message m brings chunk m of every rank's data and, behind it, this rank's part of the reduced chunk m - 1. A step:
+// copy chunk m in, reduce the own part of chunk m - 1, post both, copy chunk m - 2 out of everybody's parts.
 void Conduit::all_reduce_in_parts(const CollectiveCall& call, std::byte* data, int64_t elements) {
   channel_.set_wait_limit(call.timeout);
   const int64_t chunk = chunk_elements(elements), item = item_bytes(call), chunks = chunks_of(elements, chunk);
@@ -49,7 +49,9 @@ void Conduit::all_reduce_in_parts(const CollectiveCall& call, std::byte* data, i
   const auto count = [&](int64_t m) { return part(elements, chunk, m); };
   // Parts start at multiples of 64 elements of the chunk.
   const auto part_size = [&](int64_t m) { return (count(m) + 64 * ranks - 1) / (64 * ranks) * 64; };
-  const auto part_count = [&](int64_t m, int64_t r) { return std::clamp<int64_t>(count(m) - r * part_size(m), 0, part_size(m)); };
+  const auto part_count = [&](int64_t m, int64_t r) {
+    return std::clamp<int64_t>(count(m) - r * part_size(m), 0, part_size(m));
+  };
   const uint64_t first = channel_.next();
   Fingerprint fingerprint = call.fingerprint;
   for (int64_t m = 0; m <= chunks + 1; ++m) {
@@ -105,7 +107,8 @@ void Conduit::reduce_scatter(const CollectiveCall& call, const std::vector<const
   const auto fill = [&](int64_t k, std::byte* slot) {
     const int64_t bytes = part(elements, chunk, k) * item;
     for (int64_t r = 0; r < ranks && bytes > 0; ++r) {
-      std::memcpy(slot + r * chunk * item, inputs[static_cast<size_t>(r)] + k * chunk * item, static_cast<size_t>(bytes));
+      std::memcpy(slot + r * chunk * item, inputs[static_cast<size_t>(r)] + k * chunk * item,
+                  static_cast<size_t>(bytes));
     }
   };
   const auto drain = [&](int64_t k, uint64_t seq) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: how large the chunks are in which collectives pass through the staging area. Functions of sizes that all ranks have
-// agreed on, so that all ranks cut alike.
-// Invariants: a chunk of the largest element type, and the pieces of all ranks together, fit into a slot.
-// Threads: pure functions. Errors: none.
+// Role: how large the chunks are in which collectives pass through the staging area. Functions of sizes that all ranks
+// have agreed on, so that all ranks cut alike. Invariants: a chunk of the largest element type, and the pieces of all
+// ranks together, fit into a slot. Threads: pure functions. Errors: none.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -9,7 +9,7 @@
 namespace trueshard::comm {
 
 struct ConnectTestOptions {
-  std::string hostname;        // pretend to run there
+  std::string hostname;              // pretend to run there
   bool other_pid_namespace = false;  // pretend that /proc/<pid> of the peers is of no use
 };
 std::shared_ptr<Transport> connect_as(const StoreEnds& ends, const ConnectTestOptions& options);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: the page that all ranks of a group share first: the group's failure, who has left, and what each rank announces
 // when memory is allocated.
-// Invariants: I1 the first failure wins and its text never changes. I2 allocation n uses announcement n % 2; a rank starts
-// allocation n + 1 only after everybody has read n, so n + 2 never overwrites what is being read. I3 plain data only: it
-// lives in memory of other processes. I4 all-zero memory is a valid empty page.
-// Threads: as noted at the members. Errors: none.
+// Invariants: I1 the first failure wins and its text never changes. I2 allocation n uses announcement n % 2; a rank
+// starts allocation n + 1 only after everybody has read n, so n + 2 never overwrites what is being read. I3 plain data
+// only: it lives in memory of other processes. I4 all-zero memory is a valid empty page. Threads: as noted at the
+// members. Errors: none.
 #pragma once
 #include <atomic>
 #include <cstddef>

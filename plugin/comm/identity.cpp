@@ -76,7 +76,12 @@ Identity this_process() {
 
 std::string Identity::encode() const {
   std::ostringstream out;
-  out << boot_id << '\n' << hostname << '\n' << token << '\n' << pid << '\n' << start_time << '\n' << pid_namespace << '\n'
+  out << boot_id << '\n'
+      << hostname << '\n'
+      << token << '\n'
+      << pid << '\n'
+      << start_time << '\n'
+      << pid_namespace << '\n'
       << probe.encode();
   return out.str();
 }
@@ -94,8 +99,8 @@ Identity Identity::decode(const std::string& text) {
   identity.start_time = std::atoll(number.c_str());
   std::getline(in, number);
   identity.pid_namespace = static_cast<uint64_t>(std::atoll(number.c_str()));
-  TORCH_CHECK(static_cast<bool>(std::getline(in, rest)), "trueshard: a rank's identity in the store is malformed: '", text,
-              "'; all ranks must run the same version of trueshard");
+  TORCH_CHECK(static_cast<bool>(std::getline(in, rest)), "trueshard: a rank's identity in the store is malformed: '",
+              text, "'; all ranks must run the same version of trueshard");
   identity.probe = SegmentTicket::decode(rest);
   return identity;
 }

@@ -46,8 +46,8 @@ class Reader {
     const std::string value = need(name, because);
     char* end = nullptr;
     const long parsed = std::strtol(value.c_str(), &end, 10);
-    TORCH_CHECK(*end == '\0' && parsed >= low && parsed <= high, "trueshard: init_process_group: ", name, " is '", value,
-                "', expected a whole number from ", low, " to ", high);
+    TORCH_CHECK(*end == '\0' && parsed >= low && parsed <= high, "trueshard: init_process_group: ", name, " is '",
+                value, "', expected a whole number from ", low, " to ", high);
     return static_cast<int>(parsed);
   }
 
@@ -82,7 +82,8 @@ Launch from_torchrun(const Reader& reader) {
   read_master(reader, &launch, because);
   if (reader.text("TORCHELASTIC_USE_AGENT_STORE") == "True") {
     launch.host_store = false;  // the agent runs it, and keeps it through restarts
-    launch.prefix += "/attempt_" + (reader.has("TORCHELASTIC_RESTART_COUNT") ? reader.text("TORCHELASTIC_RESTART_COUNT") : "0");
+    launch.prefix +=
+        "/attempt_" + (reader.has("TORCHELASTIC_RESTART_COUNT") ? reader.text("TORCHELASTIC_RESTART_COUNT") : "0");
   }
   return launch;
 }
@@ -98,7 +99,8 @@ Launch from_open_mpi(const Reader& reader) {
     read_master(reader, &launch, because + " and MASTER_ADDR is set");
     return launch;
   }
-  if (reader.has("OMPI_COMM_WORLD_LOCAL_SIZE") && reader.text("OMPI_COMM_WORLD_LOCAL_SIZE") != std::to_string(launch.size)) {
+  if (reader.has("OMPI_COMM_WORLD_LOCAL_SIZE") &&
+      reader.text("OMPI_COMM_WORLD_LOCAL_SIZE") != std::to_string(launch.size)) {
     reader.need("MASTER_ADDR", because + " on several hosts");
   }
   const std::string name = reader.has("OMPI_MCA_orte_hnp_uri") ? "OMPI_MCA_orte_hnp_uri" : "PMIX_NAMESPACE";
@@ -118,9 +120,11 @@ Launch from_slurm(const Reader& reader) {
     read_master(reader, &launch, because + " and MASTER_ADDR is set");
     return launch;
   }
-  if (reader.has("SLURM_NNODES") && reader.text("SLURM_NNODES") != "1") reader.need("MASTER_ADDR", because + " on several nodes");
+  if (reader.has("SLURM_NNODES") && reader.text("SLURM_NNODES") != "1")
+    reader.need("MASTER_ADDR", because + " on several nodes");
   launch.store = Launch::Store::kFile;
-  launch.job = "slurm-" + reader.need("SLURM_JOB_ID", because + " without MASTER_ADDR") + "." + reader.text("SLURM_STEP_ID") + "." +
+  launch.job = "slurm-" + reader.need("SLURM_JOB_ID", because + " without MASTER_ADDR") + "." +
+               reader.text("SLURM_STEP_ID") + "." +
                (reader.has("SLURM_RESTART_COUNT") ? reader.text("SLURM_RESTART_COUNT") : "0");
   return launch;
 }

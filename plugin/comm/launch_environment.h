@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: what a launcher's environment variables say about this rank: torchrun first, then Open MPI, then Slurm (inside a step).
-// Invariants: a pure function of the variables. Threads: any. Errors: c10::Error that names the variable that is missing or
-// wrong; an environment without any of the launchers is world size 1.
+// Role: what a launcher's environment variables say about this rank: torchrun first, then Open MPI, then Slurm (inside
+// a step). Invariants: a pure function of the variables. Threads: any. Errors: c10::Error that names the variable that
+// is missing or wrong; an environment without any of the launchers is world size 1.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -16,7 +16,7 @@ struct Launch {
   int rank = 0;
   int size = 1;
   Store store = Store::kNone;
-  std::string host;         // kTcp
+  std::string host;  // kTcp
   uint16_t port = 0;
   bool host_store = false;  // this rank runs the TCP store
   std::string job;          // kFile: names the job; the same on all its ranks, unlike that of any other job of the user

@@ -19,8 +19,9 @@ Liveness::Liveness(const std::vector<Identity>& ranks, int self)
     Peer& peer = peers_[static_cast<size_t>(r)];
     if (identity.same_process(me)) continue;  // between threads: always alive
     // A lock belongs to a whole process: it says nothing about one of several ranks in it.
-    lock_may_serve_[static_cast<size_t>(r)] =
-        std::count_if(ranks.begin(), ranks.end(), [&](const Identity& other) { return other.same_process(identity); }) == 1;
+    lock_may_serve_[static_cast<size_t>(r)] = std::count_if(ranks.begin(), ranks.end(), [&](const Identity& other) {
+                                                return other.same_process(identity);
+                                              }) == 1;
     if (identity.pid_namespace != me.pid_namespace) continue;
     peer.pid = identity.pid;
     peer.start_time = identity.start_time;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: whether another rank's process still runs. By pidfd where the ranks share a pid namespace, else by a lock that each
-// process holds on its byte of the control page's file and that the kernel drops when the process ends.
+// Role: whether another rank's process still runs. By pidfd where the ranks share a pid namespace, else by a lock that
+// each process holds on its byte of the control page's file and that the kernel drops when the process ends.
 // Invariants: I1 a process once seen dead stays dead. I2 a reused process number is not mistaken for the peer.
 // Threads: alive() may be called from any thread. Errors: none; where nothing can be known the peer counts as alive.
 #pragma once
@@ -18,7 +18,8 @@ class Liveness {
   ~Liveness();
   Liveness(const Liveness&) = delete;
   Liveness& operator=(const Liveness&) = delete;
-  // This process's own byte; before the others may look. The file stays open for as long as the process is to count as alive.
+  // This process's own byte; before the others may look. The file stays open for as long as the process is to count as
+  // alive.
   void hold_lock(int file);
   // From now on peers without a common pid namespace are watched through their locks; after all of them hold theirs.
   void watch_locks();

@@ -10,7 +10,8 @@ constexpr int kEverybody = -1;
 
 class Patience final : public GiveUp {
  public:
-  Patience(const PeerFlags& what, int peer, int64_t deadline_ns) : what_(what), peer_(peer), deadline_ns_(deadline_ns) {}
+  Patience(const PeerFlags& what, int peer, int64_t deadline_ns)
+      : what_(what), peer_(peer), deadline_ns_(deadline_ns) {}
 
   bool operator()() override {
     if (what_.transport.failed()) {
@@ -19,7 +20,8 @@ class Patience final : public GiveUp {
     }
     std::vector<int> gone, late;
     for (int r = 0; r < what_.transport.size(); ++r) {
-      if (r == what_.transport.rank() || (peer_ != kEverybody && r != peer_) || reached(*what_.flags[r], what_.number)) continue;
+      if (r == what_.transport.rank() || (peer_ != kEverybody && r != peer_) || reached(*what_.flags[r], what_.number))
+        continue;
       late.push_back(r);
       // Look at the flag again after the process was seen gone: its last act may have been to raise it.
       if (!what_.transport.peer_alive(r) && !reached(*what_.flags[r], what_.number)) gone.push_back(r);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: from a launch to a store, and from a store to a c10d process group with our backend.
-// Invariants: I1 a store made from the environment is made once per process, and serves all groups. I2 a group's name is free in
-// c10d's registry of this process (ranks that are threads share it) and the group name is the same on all ranks in the store.
-// Threads: any. Errors: as trueshard/process_group.h.
+// Invariants: I1 a store made from the environment is made once per process, and serves all groups. I2 a group's name
+// is free in c10d's registry of this process (ranks that are threads share it) and the group name is the same on all
+// ranks in the store. Threads: any. Errors: as trueshard/process_group.h.
 #pragma once
 #include <chrono>
 #include <string>

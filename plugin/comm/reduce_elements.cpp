@@ -16,8 +16,8 @@
 namespace trueshard::comm {
 namespace {
 
-constexpr int64_t kBlock = 256;       // elements of one stack entry of a product
-constexpr int64_t kScratch = 4096;    // elements of the fp32 sum before its factor
+constexpr int64_t kBlock = 256;     // elements of one stack entry of a product
+constexpr int64_t kScratch = 4096;  // elements of the fp32 sum before its factor
 
 class DefaultFloatState {  // round to nearest, denormals kept; the caller's state comes back at the end
  public:
@@ -70,7 +70,8 @@ kernels::DType kernel_dtype(c10::ScalarType dtype) {
   }
 }
 template <class Accumulator>
-constexpr kernels::DType kDTypeOf = std::is_same_v<Accumulator, double> ? kernels::DType::kFloat64 : kernels::DType::kFloat32;
+constexpr kernels::DType kDTypeOf =
+    std::is_same_v<Accumulator, double> ? kernels::DType::kFloat64 : kernels::DType::kFloat32;
 
 template <class T>
 T combine(Reduction reduction, T a, T b) {  // integers: all operations are associative, so the order does not matter
@@ -78,9 +79,11 @@ T combine(Reduction reduction, T a, T b) {  // integers: all operations are asso
   using Wide = std::conditional_t<(sizeof(T) < sizeof(unsigned)), unsigned, U>;  // no promotion to a signed type
   switch (reduction) {
     case Reduction::kSum:
-      return static_cast<T>(static_cast<U>(static_cast<Wide>(static_cast<U>(a)) + static_cast<Wide>(static_cast<U>(b))));
+      return static_cast<T>(
+          static_cast<U>(static_cast<Wide>(static_cast<U>(a)) + static_cast<Wide>(static_cast<U>(b))));
     case Reduction::kProduct:
-      return static_cast<T>(static_cast<U>(static_cast<Wide>(static_cast<U>(a)) * static_cast<Wide>(static_cast<U>(b))));
+      return static_cast<T>(
+          static_cast<U>(static_cast<Wide>(static_cast<U>(a)) * static_cast<Wide>(static_cast<U>(b))));
     case Reduction::kMin:
       return std::min(a, b);
     case Reduction::kMax:
@@ -127,14 +130,16 @@ std::byte* offset(void* data, int64_t bytes) { return static_cast<std::byte*>(da
 
 std::string reduction_refusal(const ReductionSpec& spec) {
   const Reduction reduction = spec.reduction;
-  const std::string what = std::string("'") + reduction_name(static_cast<int>(reduction)) + "' of " + dtype_name(spec.dtype);
+  const std::string what =
+      std::string("'") + reduction_name(static_cast<int>(reduction)) + "' of " + dtype_name(spec.dtype);
   const bool bitwise = reduction == Reduction::kBand || reduction == Reduction::kBor || reduction == Reduction::kBxor;
   const bool scaled = reduction == Reduction::kAvg || reduction == Reduction::kPremulSum;
   if (is_floating(spec.dtype)) {
     return bitwise ? what + " is not defined; bitwise reductions need integers or bool" : std::string();
   }
   if (is_integer(spec.dtype) || spec.dtype == c10::ScalarType::Bool) {
-    return scaled ? what + " is not defined, it would have to round; use sum and divide, or a floating type" : std::string();
+    return scaled ? what + " is not defined, it would have to round; use sum and divide, or a floating type"
+                  : std::string();
   }
   return what + " is not supported; reduce float16, bfloat16, float32, float64, integers or bool";
 }
@@ -171,7 +176,8 @@ void ElementReducer::premul_sum(const ReductionSpec& spec, const Arrays& arrays)
     const int64_t count = std::min(kScratch, arrays.count - begin);
     sum({dtype, accumulator, begin, count, scratch.data(), false}, arrays);
     kernels::kernels().scale(scratch.data(), accumulator, count, spec.factor);
-    kernels::kernels().cast(scratch.data(), accumulator, offset(arrays.output, begin * kernels::itemsize(dtype)), dtype, count);
+    kernels::kernels().cast(scratch.data(), accumulator, offset(arrays.output, begin * kernels::itemsize(dtype)), dtype,
+                            count);
   }
 }
 
@@ -188,13 +194,16 @@ void ElementReducer::product(c10::ScalarType dtype, const Arrays& arrays) const 
     for (const kernels::SumStep& step : program_.steps) {
       if (step.kind == kernels::SumStep::Kind::kLoad) {
         const void* operand = arrays.operands[program_.operands[step.index].index];
-        kernels::kernels().cast(offset(operand, begin * item), type, stack[depth++].data(), kDTypeOf<Accumulator>, count);
+        kernels::kernels().cast(offset(operand, begin * item), type, stack[depth++].data(), kDTypeOf<Accumulator>,
+                                count);
       } else if (step.kind == kernels::SumStep::Kind::kAdd) {
         --depth;
-        for (int64_t i = 0; i < count; ++i) stack[depth - 1][static_cast<size_t>(i)] *= stack[depth][static_cast<size_t>(i)];
+        for (int64_t i = 0; i < count; ++i)
+          stack[depth - 1][static_cast<size_t>(i)] *= stack[depth][static_cast<size_t>(i)];
       } else {
         --depth;
-        kernels::kernels().cast(stack[depth].data(), kDTypeOf<Accumulator>, offset(arrays.output, begin * item), type, count);
+        kernels::kernels().cast(stack[depth].data(), kDTypeOf<Accumulator>, offset(arrays.output, begin * item), type,
+                                count);
       }
     }
   }
@@ -209,10 +218,12 @@ void ElementReducer::extreme(const ReductionSpec& spec, const Arrays& arrays) co
     const int64_t count = std::min(kBlock, arrays.count - begin);
     kernels::kernels().cast(offset(arrays.operands[0], begin * item), type, best.data(), kDTypeOf<Accumulator>, count);
     for (int r = 1; r < ranks_; ++r) {
-      kernels::kernels().cast(offset(arrays.operands[r], begin * item), type, other.data(), kDTypeOf<Accumulator>, count);
+      kernels::kernels().cast(offset(arrays.operands[r], begin * item), type, other.data(), kDTypeOf<Accumulator>,
+                              count);
       for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
         const Accumulator a = best[i], b = other[i];
-        const bool keep = a != a || (b == b && (spec.reduction == Reduction::kMin ? a <= b : a >= b));  // NaN stays and wins
+        const bool keep =
+            a != a || (b == b && (spec.reduction == Reduction::kMin ? a <= b : a >= b));  // NaN stays and wins
         best[i] = keep ? a : b;
       }
     }
@@ -230,7 +241,8 @@ void ElementReducer::reduce(const ReductionSpec& spec, const Arrays& arrays) con
       return sum({dtype, dtype, 0, arrays.count, arrays.output, spec.reduction == Reduction::kAvg}, arrays);
     }
     if (spec.reduction == Reduction::kPremulSum) return premul_sum(spec, arrays);
-    if (spec.reduction == Reduction::kProduct) return fp64 ? product<double>(spec.dtype, arrays) : product<float>(spec.dtype, arrays);
+    if (spec.reduction == Reduction::kProduct)
+      return fp64 ? product<double>(spec.dtype, arrays) : product<float>(spec.dtype, arrays);
     return fp64 ? extreme<double>(spec, arrays) : extreme<float>(spec, arrays);
   }
   switch (spec.dtype) {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: the arithmetic of the c10d reductions over one array per rank. Floating sums are the library's sum_tree kernels.
-// Invariants: I1 docs/numerics.md section 1: one tree over the ranks, fp32 for 16-bit types, divisor or factor applied once,
-// one rounding at the end. I2 integers wrap; bool is "or" for sum and max, "and" for product and min. I3 min and max give NaN
-// if any rank has one. I4 the default MXCSR holds inside and the caller's is restored.
-// Shapes: dense 1-D arrays of `count` elements; `output` may be one of the operands exactly.
-// Threads: pure functions. Errors: none; ask reduction_refusal() first.
+// Role: the arithmetic of the c10d reductions over one array per rank. Floating sums are the library's sum_tree
+// kernels. Invariants: I1 docs/numerics.md section 1: one tree over the ranks, fp32 for 16-bit types, divisor or factor
+// applied once, one rounding at the end. I2 integers wrap; bool is "or" for sum and max, "and" for product and min. I3
+// min and max give NaN if any rank has one. I4 the default MXCSR holds inside and the caller's is restored. Shapes:
+// dense 1-D arrays of `count` elements; `output` may be one of the operands exactly. Threads: pure functions. Errors:
+// none; ask reduction_refusal() first.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -17,7 +17,17 @@
 
 namespace trueshard::comm {
 
-enum class Reduction : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor, kPremulSum };  // c10d::ReduceOp's order
+enum class Reduction : uint8_t {
+  kSum,
+  kAvg,
+  kProduct,
+  kMin,
+  kMax,
+  kBand,
+  kBor,
+  kBxor,
+  kPremulSum
+};  // c10d::ReduceOp's order
 
 struct ReductionSpec {
   Reduction reduction = Reduction::kSum;

@@ -71,7 +71,8 @@ class ThreadSegments final : public Segments {
   std::shared_ptr<Mapping> open(const SegmentTicket& ticket) override {
     const std::lock_guard<std::mutex> lock(list().mutex);
     const auto found = list().entries.find(ticket.number);
-    TORCH_CHECK(ticket.pid == getpid() && found != list().entries.end(), "the rank that made the block has left already");
+    TORCH_CHECK(ticket.pid == getpid() && found != list().entries.end(),
+                "the rank that made the block has left already");
     return found->second;
   }
   void release(const SegmentTicket& ticket) noexcept override {

@@ -2,9 +2,9 @@
 // Role: blocks of zeroed memory that one rank makes and the others open, in three ways: between threads of one process;
 // memfd between processes (nameless, opened through /proc/<pid>/fd, so that nothing can stay behind after kill -9);
 // files in /dev/shm where /proc cannot be used (another pid namespace), unlinked as soon as all ranks have them mapped.
-// Invariants: I1 only the owner's user can open them. I2 pages that nobody touches cost nothing. I3 open() either gives the
-// very segment that the ticket names or throws: a number that was reused since is noticed.
-// Threads: all functions may be called from any thread. Errors: c10::Error with the system's reason.
+// Invariants: I1 only the owner's user can open them. I2 pages that nobody touches cost nothing. I3 open() either gives
+// the very segment that the ticket names or throws: a number that was reused since is noticed. Threads: all functions
+// may be called from any thread. Errors: c10::Error with the system's reason.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -31,7 +31,7 @@ class Mapping {  // a mapped block; unmapped when the last owner lets go
 
 struct SegmentTicket {  // what a peer needs to open a segment; plain data, lives in shared memory too
   int64_t pid = 0;
-  int64_t number = 0;   // descriptor, or number in the process's own list
+  int64_t number = 0;  // descriptor, or number in the process's own list
   uint64_t inode = 0;
   uint64_t bytes = 0;
   char file[64] = {};

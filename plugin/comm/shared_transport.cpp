@@ -10,8 +10,8 @@
 namespace trueshard::comm {
 namespace {
 
-// Blocks of different ranks start at different offsets within a page and a cache set: with bases at multiples of 2 MiB the
-// ranks' blocks fight for the same sets (measured: 3.5 times slower).
+// Blocks of different ranks start at different offsets within a page and a cache set: with bases at multiples of 2 MiB
+// the ranks' blocks fight for the same sets (measured: 3.5 times slower).
 constexpr size_t kStagger = 4096 + 128;
 size_t stagger_of(int rank) { return kStagger * static_cast<size_t>(2 * (rank % 16) + 1); }
 
@@ -73,8 +73,9 @@ void SharedTransport::throw_if_failed() const {
   if (!failed()) return;
   int reporter = -1;
   const std::string text = page().failure_text(&reporter);
-  throw_backend_error(here() + ": the group has failed" + (reporter >= 0 ? ", reported by rank " + std::to_string(reporter) : "") +
-                      ": " + text + "; make a new group, this one cannot be used any more");
+  throw_backend_error(here() + ": the group has failed" +
+                      (reporter >= 0 ? ", reported by rank " + std::to_string(reporter) : "") + ": " + text +
+                      "; make a new group, this one cannot be used any more");
 }
 
 bool SharedTransport::peer_alive(int rank) const noexcept {
@@ -97,7 +98,8 @@ void SharedTransport::wait_for(const std::vector<Flag*>& flags, uint64_t number,
       text += " did not " + missing + " within " + std::to_string(limit.count()) +
               " ms; look there for an earlier error, or give the group a longer timeout";
     } else {
-      text += " is gone (" + how_peer_left(result.late.front()) + ") and did not " + missing + "; look there for the cause";
+      text +=
+          " is gone (" + how_peer_left(result.late.front()) + ") and did not " + missing + "; look there for the cause";
     }
     fail(text);
     throw_backend_error(text);
@@ -134,13 +136,14 @@ std::string SharedTransport::announcement_problem(const std::string& name) const
   for (int r = 0; r < size(); ++r) {
     const Announcement& other = announcement(r);
     if (std::strcmp(other.name, shown) != 0) {
-      return std::string("this rank allocates '") + shown + "' but rank " + std::to_string(r) + " allocates '" + other.name +
-             "'; all ranks must make the same things in the same order";
+      return std::string("this rank allocates '") + shown + "' but rank " + std::to_string(r) + " allocates '" +
+             other.name + "'; all ranks must make the same things in the same order";
     }
   }
   for (int r = 0; r < size(); ++r) {
     const Announcement& other = announcement(r);
-    if (other.error[0] != '\0') return "allocating '" + name + "' failed on rank " + std::to_string(r) + ": " + other.error;
+    if (other.error[0] != '\0')
+      return "allocating '" + name + "' failed on rank " + std::to_string(r) + ": " + other.error;
   }
   return {};
 }
@@ -185,7 +188,8 @@ std::shared_ptr<Region> SharedTransport::allocate(const std::string& name, size_
   wait_for(opened_, allocations_, "open the memory for '" + name + "'");
   for (int r = 0; r < size() && problem.empty(); ++r) {
     if (announcement(r).open_error[0] == '\0') continue;
-    problem = "opening the memory for '" + name + "' failed on rank " + std::to_string(r) + ": " + announcement(r).open_error;
+    problem =
+        "opening the memory for '" + name + "' failed on rank " + std::to_string(r) + ": " + announcement(r).open_error;
   }
   if (!problem.empty()) throw_backend_error(here() + ": " + problem);
   std::vector<size_t> sizes;

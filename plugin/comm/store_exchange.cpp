@@ -22,11 +22,13 @@ void StoreExchange::publish(const std::string& what, const std::string& text) {
   try {
     ends_.store->set(key(what, ends_.rank), text);
   } catch (const std::exception& error) {
-    throw_backend_error(where(ends_.rank, ends_.size, ends_.group) + ": writing to the store failed: " + text_of(error));
+    throw_backend_error(where(ends_.rank, ends_.size, ends_.group) +
+                        ": writing to the store failed: " + text_of(error));
   }
 }
 
-void StoreExchange::throw_missing(const std::vector<std::string>& keys, const std::vector<int>& ranks, const std::string& what) {
+void StoreExchange::throw_missing(const std::vector<std::string>& keys, const std::vector<int>& ranks,
+                                  const std::string& what) {
   std::vector<int> missing;
   for (size_t i = 0; i < keys.size(); ++i) {
     bool there = false;
@@ -38,13 +40,14 @@ void StoreExchange::throw_missing(const std::vector<std::string>& keys, const st
     if (!there) missing.push_back(ranks[i]);
   }
   if (missing.empty()) missing = ranks;
-  throw_backend_error(where(ends_.rank, ends_.size, ends_.group) + ": " + rank_list(missing) + " did not arrive within " +
-                      std::to_string(ends_.timeout.count()) + " ms (waiting for '" + what +
+  throw_backend_error(where(ends_.rank, ends_.size, ends_.group) + ": " + rank_list(missing) +
+                      " did not arrive within " + std::to_string(ends_.timeout.count()) + " ms (waiting for '" + what +
                       "' in the store); check that all " + std::to_string(ends_.size) +
                       " ranks were started and use this group name, or give a longer timeout");
 }
 
-void StoreExchange::wait_for(const std::vector<std::string>& keys, const std::vector<int>& ranks, const std::string& what) {
+void StoreExchange::wait_for(const std::vector<std::string>& keys, const std::vector<int>& ranks,
+                             const std::string& what) {
   for (;;) {
     const int64_t start = observe::now_ns();
     const int64_t left_ms = (deadline_ns_ - start) / 1000000;
@@ -80,8 +83,8 @@ std::vector<std::string> StoreExchange::collect(const std::string& what) {
   try {
     for (const std::string& k : keys) texts.push_back(ends_.store->get_to_str(k));
   } catch (const std::exception& error) {
-    throw_backend_error(where(ends_.rank, ends_.size, ends_.group) + ": reading '" + what + "' from the store failed: " +
-                        text_of(error));
+    throw_backend_error(where(ends_.rank, ends_.size, ends_.group) + ": reading '" + what +
+                        "' from the store failed: " + text_of(error));
   }
   return texts;
 }

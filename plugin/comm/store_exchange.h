@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: the few texts that ranks exchange through the c10d store before they share memory.
-// Invariants: I1 every wait ends by the deadline and names the ranks that are missing. I2 rank 0 deletes all keys at the end.
-// Threads: one thread. Errors: c10::DistBackendError.
+// Invariants: I1 every wait ends by the deadline and names the ranks that are missing. I2 rank 0 deletes all keys at
+// the end. Threads: one thread. Errors: c10::DistBackendError.
 #pragma once
 #include <chrono>
 #include <functional>
@@ -33,7 +33,8 @@ class StoreExchange {
  private:
   std::string key(const std::string& what, int rank) const;
   void wait_for(const std::vector<std::string>& keys, const std::vector<int>& ranks, const std::string& what);
-  [[noreturn]] void throw_missing(const std::vector<std::string>& keys, const std::vector<int>& ranks, const std::string& what);
+  [[noreturn]] void throw_missing(const std::vector<std::string>& keys, const std::vector<int>& ranks,
+                                  const std::string& what);
   StoreEnds ends_;
   int64_t deadline_ns_;
   std::function<std::string()> anybody_gone_;

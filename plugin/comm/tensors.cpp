@@ -42,14 +42,16 @@ DenseTensor DenseTensor::to_read_and_write(const at::Tensor& tensor) {
 
 void DenseTensor::store() const {
   if (!target_.defined() || dense_.is_same(target_) || target_.numel() == 0) return;
-  if (target_.is_contiguous() && dense_.data_ptr() == target_.data_ptr() && !target_.is_conj() && !target_.is_neg()) return;
+  if (target_.is_contiguous() && dense_.data_ptr() == target_.data_ptr() && !target_.is_conj() && !target_.is_neg())
+    return;
   const at::AutoDispatchBelowADInplaceOrView guard;
   target_.copy_(dense_);
 }
 
 std::string refuse_input(const at::Tensor& tensor) {
   if (!tensor.defined()) return "a tensor is undefined";
-  if (tensor.layout() != at::kStrided) return "a tensor has layout " + c10::str(tensor.layout()) + ", expected a dense (strided) one";
+  if (tensor.layout() != at::kStrided)
+    return "a tensor has layout " + c10::str(tensor.layout()) + ", expected a dense (strided) one";
   if (tensor.is_quantized()) return "a tensor is quantized, expected a plain one";
   if (!tensor.device().is_cpu()) return "a tensor is on " + tensor.device().str() + ", expected cpu";
   return {};
@@ -59,16 +61,19 @@ std::string refuse_output(const at::Tensor& tensor) {
   std::string text = refuse_input(tensor);
   if (!text.empty()) return text;
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-    return "an output tensor of size " + size_text(tensor) + " is expanded: several of its elements share memory; pass a clone()";
+    return "an output tensor of size " + size_text(tensor) +
+           " is expanded: several of its elements share memory; pass a clone()";
   }
   return {};
 }
 
-std::string refuse_unlike(const std::vector<at::Tensor>& tensors, c10::ScalarType dtype, int64_t elements, const char* what) {
+std::string refuse_unlike(const std::vector<at::Tensor>& tensors, c10::ScalarType dtype, int64_t elements,
+                          const char* what) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].scalar_type() == dtype && tensors[i].numel() == elements) continue;
     return std::string(what) + " " + std::to_string(i) + " is " + dtype_name(tensors[i].scalar_type()) + " of size " +
-           size_text(tensors[i]) + ", expected " + dtype_name(dtype) + " with " + std::to_string(elements) + " elements";
+           size_text(tensors[i]) + ", expected " + dtype_name(dtype) + " with " + std::to_string(elements) +
+           " elements";
   }
   return {};
 }
@@ -103,7 +108,8 @@ ReductionSpec reduction_spec(const c10d::ReduceOp& op, c10::ScalarType dtype, Fi
     spec.factor = std::numeric_limits<double>::quiet_NaN();  // refused by the caller
     return spec;
   }
-  spec.factor = supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+  spec.factor =
+      supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
   fingerprint->detail ^= std::bit_cast<uint64_t>(spec.factor);
   return spec;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: from tensors of any strides to dense memory and back, and the checks on a call's tensors.
-// Invariants: I1 elements between the strides are never written. I2 nothing here records autograd history or bumps versions.
-// Threads: pure functions. Errors: the checks return the reason as text, empty when all is well.
+// Invariants: I1 elements between the strides are never written. I2 nothing here records autograd history or bumps
+// versions. Threads: pure functions. Errors: the checks return the reason as text, empty when all is well.
 #pragma once
 #include <string>
 #include <vector>
@@ -30,7 +30,8 @@ class DenseTensor {  // dense memory with the tensor's elements; store() writes 
 std::string refuse_input(const at::Tensor& tensor);
 std::string refuse_output(const at::Tensor& tensor);
 // Why these tensors are not all of one dtype and of so many elements.
-std::string refuse_unlike(const std::vector<at::Tensor>& tensors, c10::ScalarType dtype, int64_t elements, const char* what);
+std::string refuse_unlike(const std::vector<at::Tensor>& tensors, c10::ScalarType dtype, int64_t elements,
+                          const char* what);
 // A digest of dtypes and sizes, for the fingerprint of a list.
 uint64_t digest_of(const std::vector<at::Tensor>& tensors);
 // A complex tensor seen as real pairs where the reduction allows it.

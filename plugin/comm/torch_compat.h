@@ -2,8 +2,8 @@
 // Role: the only file that asks which torch this is. One binary per torch minor version.
 // Threads, Errors: none.
 #pragma once
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/version.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #if TORCH_VERSION_MAJOR != 2 || TORCH_VERSION_MINOR < 13
 #error "trueshard needs torch 2.13 or later (autograd nodes are intrusive_ptr from there on)"
@@ -20,7 +20,9 @@ constexpr int kTorchPatch = TORCH_VERSION_PATCH;
 struct BackendOptions final : c10d::Backend::Options {
   explicit BackendOptions(std::chrono::milliseconds limit) : c10d::Backend::Options("trueshard", limit) {}
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 14)
-  c10::intrusive_ptr<c10d::Backend::Options> clone() const override { return c10::make_intrusive<BackendOptions>(*this); }
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const override {
+    return c10::make_intrusive<BackendOptions>(*this);
+  }
 #endif
 };
 

@@ -29,7 +29,8 @@ class Meeting {
     check_hosts();
     watch_peers();
     const Identity& me = peers_[self()];
-    const bool threads = std::all_of(peers_.begin(), peers_.end(), [&](const Identity& p) { return p.same_process(me); });
+    const bool threads =
+        std::all_of(peers_.begin(), peers_.end(), [&](const Identity& p) { return p.same_process(me); });
     if (threads) {
       share_control(thread_segments());
     } else if (!open_probes()) {
@@ -78,7 +79,8 @@ class Meeting {
     exchange_.watch([this]() -> std::string {
       for (int r = 0; r < ends_.size; ++r) {
         if (liveness_->alive(r)) continue;
-        return here() + ": rank " + std::to_string(r) + " is gone (process " + std::to_string(peers_[static_cast<size_t>(r)].pid) +
+        return here() + ": rank " + std::to_string(r) + " is gone (process " +
+               std::to_string(peers_[static_cast<size_t>(r)].pid) +
                " has ended) while the group was made; look there for the cause";
       }
       return {};
@@ -181,18 +183,19 @@ std::shared_ptr<Transport> connect_alone(const StoreEnds& ends) {
 }  // namespace
 
 std::shared_ptr<Transport> connect_as(const StoreEnds& ends, const ConnectTestOptions& options) {
-  observe::chaos();  // a malformed TRUESHARD_CHAOS or an unwritable TRUESHARD_TRACE is an error here, not in mid-training
+  observe::chaos();  // a malformed TRUESHARD_CHAOS or an unwritable TRUESHARD_TRACE is an error here, not in
+                     // mid-training
   observe::trace_enabled();
-  TORCH_CHECK(ends.size >= 1 && ends.rank >= 0 && ends.rank < ends.size, "trueshard: rank ", ends.rank, " of ", ends.size,
-              " ranks is not possible; expected 0 <= rank < world size");
+  TORCH_CHECK(ends.size >= 1 && ends.rank >= 0 && ends.rank < ends.size, "trueshard: rank ", ends.rank, " of ",
+              ends.size, " ranks is not possible; expected 0 <= rank < world size");
   if (ends.size == 1) return connect_alone(ends);
   TORCH_CHECK(ends.store, "trueshard[rank ", ends.rank, "/", ends.size, "] group '", ends.group,
               "': a group of several ranks needs a store; pass one that all ranks share");
   return Meeting(ends, options).run();
 }
 
-std::shared_ptr<Transport> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& group_name,
-                                   std::chrono::milliseconds timeout) {
+std::shared_ptr<Transport> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                   const std::string& group_name, std::chrono::milliseconds timeout) {
   return connect_as({store, rank, size, group_name, timeout}, {});
 }
 

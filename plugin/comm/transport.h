@@ -2,8 +2,10 @@
 // Role: what the ranks of one group share on one host: memory that every rank can read, flags to wait on, and failure.
 // Two implementations behind this interface, chosen by what the ranks tell one another through the store (never by
 // environment variables): ranks that are threads of one process, and ranks that are processes of one host.
-// Invariants: I1 allocate() is collective: all ranks call it in the same order with the same name. I2 nothing stays behind
-//             when a process is killed at any moment. I3 the first failure wins; after it every call throws its text at once.
+// Invariants: I1 allocate() is collective: all ranks call it in the same order with the same name. I2 nothing stays
+// behind
+//             when a process is killed at any moment. I3 the first failure wins; after it every call throws its text at
+//             once.
 // Shapes: bytes. Threads: all functions may be called from any thread. Errors: c10::DistBackendError.
 #pragma once
 #include <atomic>
@@ -24,7 +26,8 @@ namespace trueshard::comm {
 class Region {  // one block of zeroed memory per rank, all of them readable (and writable) by every rank
  public:
   virtual ~Region() = default;
-  virtual std::byte* data(int rank) const = 0;  // 64-byte aligned; bases of large blocks are staggered against cache aliasing
+  virtual std::byte* data(
+      int rank) const = 0;  // 64-byte aligned; bases of large blocks are staggered against cache aliasing
   virtual size_t bytes(int rank) const = 0;
 };
 
@@ -39,7 +42,8 @@ class Transport {
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
   // Collective. Ranks may ask for different sizes (0 included). Pages that are never touched cost nothing.
   virtual std::shared_ptr<Region> allocate(const std::string& name, size_t bytes) = 0;
-  // Marks the group failed for all ranks and wakes every waiter. The text should say where, who, got, expected, what to do.
+  // Marks the group failed for all ranks and wakes every waiter. The text should say where, who, got, expected, what to
+  // do.
   virtual void fail(const std::string& text) noexcept = 0;
   virtual bool failed() const noexcept = 0;
   virtual void throw_if_failed() const = 0;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: sequence numbers that one rank raises and others wait for, in memory that all of them share.
-// Waiting goes spin -> yield -> futex; each stage is used only while it pays (ranks that own their cores, ranks that share
-// one, a busy neighbour from another program). What a thread has seen of its neighbours steers its later waits.
-// Invariants: I1 what a rank wrote before post(seq) is visible to whoever saw reached(seq). I2 numbers only grow, and no
-//             waiter lags by 2^30. I3 no system call where nobody sleeps and the number is there. I4 `give_up` is asked at
-//             least every 100 ms of sleep.
+// Waiting goes spin -> yield -> futex; each stage is used only while it pays (ranks that own their cores, ranks that
+// share one, a busy neighbour from another program). What a thread has seen of its neighbours steers its later waits.
+// Invariants: I1 what a rank wrote before post(seq) is visible to whoever saw reached(seq). I2 numbers only grow, and
+// no
+//             waiter lags by 2^30. I3 no system call where nobody sleeps and the number is there. I4 `give_up` is asked
+//             at least every 100 ms of sleep.
 // Shapes: one 128-byte line per flag (neighbouring 64-byte lines are fetched in pairs).
 // Threads: one poster per flag, any number of waiters. Errors: none; a wait that was given up returns false.
 #pragma once

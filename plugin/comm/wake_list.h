@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: the flags that ranks of this group may be asleep on, so that a failure is seen at once and not at the next look.
-// Invariants: a row is removed before its memory is unmapped. Threads: any. Errors: none.
+// Role: the flags that ranks of this group may be asleep on, so that a failure is seen at once and not at the next
+// look. Invariants: a row is removed before its memory is unmapped. Threads: any. Errors: none.
 #pragma once
 #include <algorithm>
 #include <mutex>

@@ -10,7 +10,8 @@
 
 namespace trueshard::comm {
 
-void CollectiveWork::complete_future(const c10::intrusive_ptr<c10::ivalue::Future>& future, const std::exception_ptr& error) const {
+void CollectiveWork::complete_future(const c10::intrusive_ptr<c10::ivalue::Future>& future,
+                                     const std::exception_ptr& error) const {
   if (error) {
     future->setError(error);
   } else {
@@ -31,7 +32,8 @@ c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
 }
 
 void CollectiveWork::abort() {
-  TORCH_CHECK(false, "trueshard: one collective cannot be taken back, the other ranks may have begun it; abort() the backend");
+  TORCH_CHECK(false,
+              "trueshard: one collective cannot be taken back, the other ranks may have begun it; abort() the backend");
 }
 
 void CollectiveWork::complete(std::exception_ptr error) {
@@ -47,12 +49,13 @@ void CollectiveWork::complete(std::exception_ptr error) {
 }
 
 WorkQueue::~WorkQueue() {
-  stop(std::make_exception_ptr(std::runtime_error("trueshard: the process group was destroyed before this operation began")));
+  stop(std::make_exception_ptr(
+      std::runtime_error("trueshard: the process group was destroyed before this operation began")));
   if (worker_.joinable()) worker_.join();
 }
 
-// Called with running_ set; clears it before the work is seen to be complete: whoever has waited for the last work finds the
-// queue idle and may let the group go.
+// Called with running_ set; clears it before the work is seen to be complete: whoever has waited for the last work
+// finds the queue idle and may let the group go.
 void WorkQueue::run(CollectiveWork& work) {
   std::exception_ptr error;
   try {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: one collective that was started, and the queue of those that have not ended.
-// Invariants: I1 operations run one at a time, in the order they were given. I2 a synchronous one runs on its caller's thread
-// when nothing else runs or waits. I3 wait() on a failed operation throws its error every time. I4 stop() ends what has not
-// begun with an error and waits only for the worker thread, never for another rank.
-// Threads: Work from any thread; the queue from one caller at a time beside its own worker. Errors: what the operation threw.
+// Invariants: I1 operations run one at a time, in the order they were given. I2 a synchronous one runs on its caller's
+// thread when nothing else runs or waits. I3 wait() on a failed operation throws its error every time. I4 stop() ends
+// what has not begun with an error and waits only for the worker thread, never for another rank. Threads: Work from any
+// thread; the queue from one caller at a time beside its own worker. Errors: what the operation threw.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -51,7 +51,7 @@ class WorkQueue {
   void start(const c10::intrusive_ptr<CollectiveWork>& work);  // on the worker
   // Runs it here and throws its error, when the queue is idle; else as start().
   void start_here_if_idle(const c10::intrusive_ptr<CollectiveWork>& work);
-  bool idle();  // nothing runs or waits (the last work may be about to be seen complete)
+  bool idle();                 // nothing runs or waits (the last work may be about to be seen complete)
   void wait_until_complete();  // every work that was started is seen complete
   // What has not begun ends with `error`; later operations too.
   void stop(std::exception_ptr error);

@@ -37,8 +37,7 @@ std::vector<at::Tensor> Publisher::gather_masters(bool wanted) {
   for (int64_t p = 0; wanted && p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
     const auto dtype = parameter.low_precision_master ? parameter.compute_dtype : parameter.master_dtype;
-    auto whole =
-        at::empty_strided(parameter.sizes, parameter.strides, at::TensorOptions().dtype(dtype));
+    auto whole = at::empty_strided(parameter.sizes, parameter.strides, at::TensorOptions().dtype(dtype));
     auto* data = static_cast<std::byte*>(whole.data_ptr());
     const auto item = static_cast<int64_t>(c10::elementSize(dtype));
     const int sources = model_->replicated() ? 1 : model_->world();

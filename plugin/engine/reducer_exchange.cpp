@@ -130,9 +130,8 @@ void Reducer::copy_leaf(int64_t bucket, int64_t placement) {
   if (again) {  // one more contribution than expected, while the bucket is still here: adds up as libtorch adds
     if (!leaf.defined()) return;
     const bool wide = pass.leaf[p] & kWide;
-    auto there =
-        model_->tensor_over(leaf_data(bucket, placement, wide, model_->rank()), parameter.sizes,
-                            parameter.strides, wide ? parameter.master_dtype : parameter.compute_dtype);
+    auto there = model_->tensor_over(leaf_data(bucket, placement, wide, model_->rank()), parameter.sizes,
+                                     parameter.strides, wide ? parameter.master_dtype : parameter.compute_dtype);
     there.add_(leaf);
     place_placeholder(p);
     return;

@@ -70,8 +70,8 @@ int trace_file() {
 double parse_number(const std::string& field, const std::string& value) {
   char* end = nullptr;
   const double number = std::strtod(value.c_str(), &end);
-  TORCH_CHECK(!value.empty() && *end == '\0' && number >= 0 && number <= 1e6, "trueshard: TRUESHARD_CHAOS: field '", field,
-              "' is '", value, "', expected a number from 0 to 1000000, as in \"delay_ms=20,poison=1,seed=7\"");
+  TORCH_CHECK(!value.empty() && *end == '\0' && number >= 0 && number <= 1e6, "trueshard: TRUESHARD_CHAOS: field '",
+              field, "' is '", value, "', expected a number from 0 to 1000000, as in \"delay_ms=20,poison=1,seed=7\"");
   return number;
 }
 
@@ -100,8 +100,9 @@ void trace(const TraceEvent& event) {
   std::string line = "{\"group\":\"" + escaped(event.group) + "\",\"channel\":\"" + escaped(event.channel) +
                      "\",\"operation\":\"" + escaped(event.operation) + "\",\"dtype\":\"" + escaped(event.dtype) +
                      "\",\"rank\":" + std::to_string(event.rank) + ",\"sequence\":" + std::to_string(event.sequence) +
-                     ",\"elements\":" + std::to_string(event.elements) + ",\"start_ns\":" + std::to_string(event.start_ns) +
-                     ",\"end_ns\":" + std::to_string(event.end_ns) + "}\n";
+                     ",\"elements\":" + std::to_string(event.elements) +
+                     ",\"start_ns\":" + std::to_string(event.start_ns) + ",\"end_ns\":" + std::to_string(event.end_ns) +
+                     "}\n";
   // A full disk must not end a training run: a line that cannot be written is lost.
   while (::write(file, line.data(), line.size()) < 0 && errno == EINTR) {
   }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: TRUESHARD_TRACE=file: one JSON line per collective. TRUESHARD_CHAOS="delay_ms=20,poison=1,seed=7": random delays in
-// the transport and NaN-filled returned buffers, to test programs (and this library) under bad timing and stale reads.
-// Invariants: I1 both are read once per process, at first use; off means one branch. I2 neither changes a result's bits.
-// Threads: all functions may be called from any thread. Errors: c10::Error for a malformed TRUESHARD_CHAOS, at first use.
+// Role: TRUESHARD_TRACE=file: one JSON line per collective. TRUESHARD_CHAOS="delay_ms=20,poison=1,seed=7": random
+// delays in the transport and NaN-filled returned buffers, to test programs (and this library) under bad timing and
+// stale reads. Invariants: I1 both are read once per process, at first use; off means one branch. I2 neither changes a
+// result's bits. Threads: all functions may be called from any thread. Errors: c10::Error for a malformed
+// TRUESHARD_CHAOS, at first use.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -32,7 +33,7 @@ struct ChaosOptions {
 ChaosOptions parse_chaos(const std::string& text);  // throws c10::Error naming the bad field
 const ChaosOptions& chaos();                        // from the environment, or as set by a test
 void set_chaos_for_testing(const ChaosOptions& options);
-void chaos_delay(int rank);                         // maybe sleeps
-void chaos_poison(void* data, size_t bytes);        // maybe fills with 0xff (NaN in every floating type)
+void chaos_delay(int rank);                   // maybe sleeps
+void chaos_poison(void* data, size_t bytes);  // maybe fills with 0xff (NaN in every floating type)
 
 }  // namespace trueshard::observe

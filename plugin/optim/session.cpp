@@ -209,8 +209,8 @@ void Session::shard_state() {
     inner_->state().erase(found);
     const auto range = model_->owned(p, model_->rank());
     transform_tensors(kind_, *state, [&](const at::Tensor& tensor) {
-      auto ordered = at::empty_strided(parameter.sizes, parameter.strides,
-                                       tensor.options().dtype(shards_[p].scalar_type()));
+      auto ordered =
+          at::empty_strided(parameter.sizes, parameter.strides, tensor.options().dtype(shards_[p].scalar_type()));
       ordered.copy_(tensor);
       return flat(ordered).narrow(0, range.empty() ? 0 : range.begin, range.empty() ? 0 : range.size()).clone();
     });

@@ -14,9 +14,9 @@
 namespace trueshard::comm {
 namespace {
 
-using ::testing::HasSubstr;
 using c10d::ReduceOp;
 using testing::Group;
+using ::testing::HasSubstr;
 using testing::RankResults;
 
 // Leaf of one rank: values that round, of both signs, with few exact ties.
@@ -48,7 +48,8 @@ at::Tensor reference(const std::vector<at::Tensor>& leaves, ReduceOp::RedOpType 
   at::Tensor result = values[0];
   if (op == ReduceOp::SUM || op == ReduceOp::AVG || op == ReduceOp::PREMUL_SUM || op == ReduceOp::PRODUCT) {
     if (dtype == at::kBool) {
-      for (const at::Tensor& v : values) result = op == ReduceOp::PRODUCT ? result.logical_and(v) : result.logical_or(v);
+      for (const at::Tensor& v : values)
+        result = op == ReduceOp::PRODUCT ? result.logical_and(v) : result.logical_or(v);
       return result;
     }
     result = tree(values, 0, values.size(), op == ReduceOp::PRODUCT);
@@ -108,11 +109,13 @@ std::vector<Case> cases() {
   const auto premul = c10d::makePreMulSum(0.3);
   std::vector<Case> list;
   for (const auto dtype : {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble}) {
-    for (const auto op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX}) list.push_back({op, dtype});
+    for (const auto op : {ReduceOp::SUM, ReduceOp::AVG, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX})
+      list.push_back({op, dtype});
     list.push_back({premul, dtype});
   }
   for (const auto dtype : {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kBool}) {
-    for (const auto op : {ReduceOp::SUM, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX, ReduceOp::BAND, ReduceOp::BOR, ReduceOp::BXOR}) {
+    for (const auto op : {ReduceOp::SUM, ReduceOp::PRODUCT, ReduceOp::MIN, ReduceOp::MAX, ReduceOp::BAND, ReduceOp::BOR,
+                          ReduceOp::BXOR}) {
       list.push_back({op, dtype});
     }
   }
@@ -127,7 +130,8 @@ TEST(Backend, EveryReductionGivesTheBitsOfTheSerialTree) {
       for (const Case& c : cases()) {
         const auto op = static_cast<ReduceOp::RedOpType>(c.op);
         const auto expected = reference(leaves_of(world, n, c.dtype), op, 0.3);
-        const std::string what = c10::toString(c.dtype) + std::string(" op ") + std::to_string(op) + " world " + std::to_string(world);
+        const std::string what =
+            c10::toString(c.dtype) + std::string(" op ") + std::to_string(op) + " world " + std::to_string(world);
         at::Tensor mine = leaf(rank, n, c.dtype);
         all_reduce(group, mine, c.op);
         EXPECT_TRUE(same_bits(mine, expected)) << "allreduce " << what;
@@ -222,7 +226,9 @@ TEST(Backend, AnAverageDividesByTheNumberOfRanks) {
     EXPECT_TRUE(at::equal(output, at::arange(12, at::kFloat).narrow(0, rank * 3, 3) * 2.5));
     at::Tensor integers = at::ones({4}, at::kLong);
     const std::string error = error_of([&] { all_reduce(group, integers, ReduceOp::AVG); });
-    EXPECT_THAT(error, HasSubstr("'avg' of int64 is not defined, it would have to round; use sum and divide, or a floating type"));
+    EXPECT_THAT(
+        error,
+        HasSubstr("'avg' of int64 is not defined, it would have to round; use sum and divide, or a floating type"));
     EXPECT_THAT(error, HasSubstr("trueshard[rank " + std::to_string(rank) + "/4]"));
     EXPECT_TRUE(at::equal(integers, at::ones({4}, at::kLong)));
     at::Tensor after = at::ones({1});
@@ -284,7 +290,8 @@ TEST(Backend, BytesArriveByEveryMovingOperation) {
         std::vector<std::vector<at::Tensor>> out_lists{outs};
         std::vector<at::Tensor> ins{mine};
         group->allgather(out_lists, ins)->wait();
-        for (int r = 0; r < world; ++r) EXPECT_TRUE(same_bits(outs[static_cast<size_t>(r)], leaves[static_cast<size_t>(r)])) << n;
+        for (int r = 0; r < world; ++r)
+          EXPECT_TRUE(same_bits(outs[static_cast<size_t>(r)], leaves[static_cast<size_t>(r)])) << n;
 
         c10d::GatherOptions gather_options;
         gather_options.rootRank = root;
@@ -365,7 +372,8 @@ TEST(Backend, CoalescedOperationsDoWhatTheSingleOnesDo) {
     for (int r = 0; r < 3; ++r) lists.push_back({at::empty({4}), at::empty({2}, at::kLong)});
     backend->allgather_coalesced(lists, inputs)->wait();
     for (int r = 0; r < 3; ++r) EXPECT_TRUE(same_bits(lists[static_cast<size_t>(r)][1], leaf(r, 2, at::kLong)));
-    std::vector<at::Tensor> wide{leaf(rank, 6, at::kFloat), leaf(rank, 3, at::kFloat)}, narrow{at::empty({2}), at::empty({1})};
+    std::vector<at::Tensor> wide{leaf(rank, 6, at::kFloat), leaf(rank, 3, at::kFloat)},
+        narrow{at::empty({2}), at::empty({1})};
     backend->reduce_scatter_tensor_coalesced(narrow, wide)->wait();
     EXPECT_TRUE(same_bits(narrow[0], reference(leaves_of(3, 6, at::kFloat), ReduceOp::SUM).narrow(0, 2 * rank, 2)));
     EXPECT_TRUE(same_bits(narrow[1], reference(leaves_of(3, 3, at::kFloat), ReduceOp::SUM).narrow(0, rank, 1)));
@@ -422,10 +430,13 @@ TEST(Backend, StridedTensorsAreRightAndWhatLiesBetweenIsUntouched) {
     group->reduce_scatter_single(output, expanded)->wait();
     EXPECT_TRUE(at::equal(storage, at::tensor({3.f, -7.f, 3.f, -7.f}).view({2, 2})));
     const std::string error = error_of([&] { all_reduce(group, expanded); });
-    EXPECT_THAT(error, HasSubstr("an output tensor of size (4) is expanded: several of its elements share memory; pass a clone()"));
+    EXPECT_THAT(
+        error,
+        HasSubstr("an output tensor of size (4) is expanded: several of its elements share memory; pass a clone()"));
     // One rank's impossible argument is an error on the other rank too.
     at::Tensor only_here = rank == 1 ? expanded : at::ones({4});
-    EXPECT_THAT(error_of([&] { all_reduce(group, only_here); }), HasSubstr(rank == 1 ? "pass a clone()" : "'refused allreduce'"));
+    EXPECT_THAT(error_of([&] { all_reduce(group, only_here); }),
+                HasSubstr(rank == 1 ? "pass a clone()" : "'refused allreduce'"));
     EXPECT_EQ(only_here[0].item<float>(), rank == 1 ? 2 : 1);
   });
   ASSERT_TRUE(results.ok()) << results;
@@ -441,22 +452,25 @@ TEST(Backend, RanksThatDisagreeGetTheSameErrorAndGoOn) {
       EXPECT_THAT(error, HasSubstr(odd ? other : agreeing));
     };
     at::Tensor tensor = at::ones({odd ? 6 : 4});
-    expect([&] { all_reduce(group, tensor); },
-           "this rank runs 'allreduce' but rank 2 runs 'allreduce'; elements is 4 here and 6 on rank 2; all ranks must",
-           "this rank runs 'allreduce' but rank 0 runs 'allreduce'; elements is 6 here and 4 on rank 0; all ranks must");
+    expect(
+        [&] { all_reduce(group, tensor); },
+        "this rank runs 'allreduce' but rank 2 runs 'allreduce'; elements is 4 here and 6 on rank 2; all ranks must",
+        "this rank runs 'allreduce' but rank 0 runs 'allreduce'; elements is 6 here and 4 on rank 0; all ranks must");
     EXPECT_TRUE(at::equal(tensor, at::ones_like(tensor)));
     at::Tensor typed = odd ? at::ones({4}, at::kInt) : at::ones({4});
     expect([&] { all_reduce(group, typed, ReduceOp::SUM, true); }, "; dtype is float32 here and int32 on rank 2; all",
            "; dtype is int32 here and float32 on rank 0; all");
     at::Tensor four = at::ones({4}), twelve = at::zeros({12});
     expect([&] { odd ? static_cast<void>(group->all_gather_single(twelve, four)->wait()) : all_reduce(group, four); },
-           "operation is 'allreduce' here and 'all_gather_into_tensor' on rank 2", "operation is 'all_gather_into_tensor' here");
-    expect([&] { all_reduce(group, four, odd ? ReduceOp::MAX : ReduceOp::SUM); }, "; reduction is sum here and max on rank 2; all",
-           "; reduction is max here and sum on rank 0; all");
+           "operation is 'allreduce' here and 'all_gather_into_tensor' on rank 2",
+           "operation is 'all_gather_into_tensor' here");
+    expect([&] { all_reduce(group, four, odd ? ReduceOp::MAX : ReduceOp::SUM); },
+           "; reduction is sum here and max on rank 2; all", "; reduction is max here and sum on rank 0; all");
     c10d::BroadcastOptions options;
     options.rootRank = odd ? 1 : 0;
     std::vector<at::Tensor> list{four};
-    expect([&] { group->broadcast(list, options)->wait(); }, "; root is 0 here and 1 on rank 2; all", "; root is 1 here and 0 on rank 0; all");
+    expect([&] { group->broadcast(list, options)->wait(); }, "; root is 0 here and 1 on rank 2; all",
+           "; root is 1 here and 0 on rank 0; all");
     expect([&] { all_reduce(group, four, c10d::makePreMulSum(odd ? 0.5 : 0.25)); }, "; detail is 0x", "; detail is 0x");
     EXPECT_TRUE(at::equal(four, at::ones({4})));
     std::vector<int64_t> even{2, 2, 2}, uneven{1, 1, 4};
@@ -474,19 +488,25 @@ TEST(Backend, ImpossibleArgumentsAreNamed) {
     at::Tensor four = at::ones({4}), three = at::ones({3}), eight = at::ones({8}), half = at::ones({8}, at::kHalf);
     EXPECT_THAT(error_of([&] { group->all_gather_single(three, four)->wait(); }),
                 HasSubstr("all_gather_into_tensor: output 0 is float32 of size (3), expected float32 with 8 elements"));
-    EXPECT_THAT(error_of([&] { group->all_gather_single(half, four)->wait(); }), HasSubstr("is float16 of size (8), expected float32"));
-    EXPECT_THAT(error_of([&] { group->reduce_scatter_single(four, three)->wait(); }), HasSubstr("input 0 is float32 of size (3), expected"));
+    EXPECT_THAT(error_of([&] { group->all_gather_single(half, four)->wait(); }),
+                HasSubstr("is float16 of size (8), expected float32"));
+    EXPECT_THAT(error_of([&] { group->reduce_scatter_single(four, three)->wait(); }),
+                HasSubstr("input 0 is float32 of size (3), expected"));
     c10d::BroadcastOptions options;
     options.rootRank = 5;
     std::vector<at::Tensor> list{four};
-    EXPECT_THAT(error_of([&] { group->broadcast(list, options)->wait(); }), HasSubstr("root is rank 5, expected 0 to 1"));
-    EXPECT_THAT(error_of([&] { all_reduce(group, four, ReduceOp::BAND); }), HasSubstr("'band' of float32 is not defined"));
+    EXPECT_THAT(error_of([&] { group->broadcast(list, options)->wait(); }),
+                HasSubstr("root is rank 5, expected 0 to 1"));
+    EXPECT_THAT(error_of([&] { all_reduce(group, four, ReduceOp::BAND); }),
+                HasSubstr("'band' of float32 is not defined"));
     at::Tensor floats8 = at::ones({4}).to(at::kFloat8_e5m2);
     EXPECT_THAT(error_of([&] { all_reduce(group, floats8); }), HasSubstr("is not supported; reduce float16, bfloat16"));
     std::vector<int64_t> none, wrong{1, 2};
     at::Tensor five = at::ones({5}), five_out = at::ones({5});
-    EXPECT_THAT(error_of([&] { group->all_to_all_single(five_out, five, none, none)->wait(); }), HasSubstr("5 rows, not a multiple of 2 ranks"));
-    EXPECT_THAT(error_of([&] { group->all_to_all_single(five_out, five, wrong, wrong)->wait(); }), HasSubstr("2 numbers that add up to its 5 rows"));
+    EXPECT_THAT(error_of([&] { group->all_to_all_single(five_out, five, none, none)->wait(); }),
+                HasSubstr("5 rows, not a multiple of 2 ranks"));
+    EXPECT_THAT(error_of([&] { group->all_to_all_single(five_out, five, wrong, wrong)->wait(); }),
+                HasSubstr("2 numbers that add up to its 5 rows"));
     at::Tensor sparse = at::eye(3).to_sparse();
     EXPECT_THAT(error_of([&] {
                   std::vector<at::Tensor> one{sparse};
@@ -546,7 +566,8 @@ TEST(Backend, ChaosChangesNoBits) {
       at::Tensor mine = leaves[static_cast<size_t>(rank)].clone();
       all_reduce(group, mine, ReduceOp::AVG, seed % 2 == 0);
       EXPECT_TRUE(same_bits(mine, reference(leaves, ReduceOp::AVG))) << seed;
-      at::Tensor input = leaves[static_cast<size_t>(rank)], output = at::empty({3}, at::kBFloat16), whole = at::empty({27}, at::kBFloat16);
+      at::Tensor input = leaves[static_cast<size_t>(rank)], output = at::empty({3}, at::kBFloat16),
+                 whole = at::empty({27}, at::kBFloat16);
       group->reduce_scatter_single(output, input)->wait();
       EXPECT_TRUE(same_bits(output, reference(leaves, ReduceOp::SUM).narrow(0, 3 * rank, 3))) << seed;
       group->all_gather_single(whole, input)->wait();
@@ -574,7 +595,8 @@ TEST(Backend, LargeArraysUnderChaosAreStillRight) {
 TEST(Backend, AnotherBackendsGroupIsRefusedByName) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, 0, 1);
-  EXPECT_THAT(error_of([&] { transport_of(*group); }), HasSubstr("expected 'trueshard'; make it with trueshard::init_process_group()"));
+  EXPECT_THAT(error_of([&] { transport_of(*group); }),
+              HasSubstr("expected 'trueshard'; make it with trueshard::init_process_group()"));
   const Group ours = init_process_group();
   EXPECT_EQ(transport_of(*ours)->size(), 1);
   EXPECT_EQ(ours->getBackend(c10::DeviceType::CPU)->getBackendName(), "trueshard");

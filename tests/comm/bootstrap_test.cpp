@@ -17,8 +17,8 @@
 namespace trueshard::comm {
 namespace {
 
-using ::testing::HasSubstr;
 using testing::Group;
+using ::testing::HasSubstr;
 using testing::Rank;
 using testing::RankResults;
 
@@ -44,8 +44,12 @@ TEST(Launch, NothingSetIsOneRankWithoutAStore) {
 }
 
 TEST(Launch, TorchrunComesFirstAndItsAgentKeepsTheStore) {
-  Variables variables{{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"MASTER_ADDR", "10.0.0.1"}, {"MASTER_PORT", "29400"},
-                      {"OMPI_COMM_WORLD_RANK", "3"}, {"OMPI_COMM_WORLD_SIZE", "8"}};
+  Variables variables{{"RANK", "0"},
+                      {"WORLD_SIZE", "4"},
+                      {"MASTER_ADDR", "10.0.0.1"},
+                      {"MASTER_PORT", "29400"},
+                      {"OMPI_COMM_WORLD_RANK", "3"},
+                      {"OMPI_COMM_WORLD_SIZE", "8"}};
   Launch launch = parse_launch(variables);
   EXPECT_EQ(launch.rank, 0);
   EXPECT_EQ(launch.size, 4);
@@ -64,7 +68,8 @@ TEST(Launch, TorchrunComesFirstAndItsAgentKeepsTheStore) {
 }
 
 TEST(Launch, OpenMpiWithoutAMasterUsesAFileNamedByTheJob) {
-  Variables variables{{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "3"}, {"OMPI_MCA_orte_hnp_uri", "123.0;tcp://1"}};
+  Variables variables{
+      {"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "3"}, {"OMPI_MCA_orte_hnp_uri", "123.0;tcp://1"}};
   const Launch launch = parse_launch(variables);
   EXPECT_EQ(launch.rank, 1);
   EXPECT_EQ(launch.size, 3);
@@ -73,7 +78,9 @@ TEST(Launch, OpenMpiWithoutAMasterUsesAFileNamedByTheJob) {
   variables["OMPI_MCA_orte_hnp_uri"] = "124.0;tcp://1";
   EXPECT_NE(parse_launch(variables).job, launch.job);
   variables.erase("OMPI_MCA_orte_hnp_uri");
-  EXPECT_THAT(refusal(variables), HasSubstr("started by Open MPI (OMPI_COMM_WORLD_* is set) without MASTER_ADDR, but PMIX_NAMESPACE is not set"));
+  EXPECT_THAT(
+      refusal(variables),
+      HasSubstr("started by Open MPI (OMPI_COMM_WORLD_* is set) without MASTER_ADDR, but PMIX_NAMESPACE is not set"));
   variables["PMIX_NAMESPACE"] = "ns";
   EXPECT_EQ(parse_launch(variables).store, Launch::Store::kFile);
   variables["OMPI_COMM_WORLD_LOCAL_SIZE"] = "2";
@@ -85,7 +92,11 @@ TEST(Launch, OpenMpiWithoutAMasterUsesAFileNamedByTheJob) {
 }
 
 TEST(Launch, SlurmCountsOnlyInsideAStep) {
-  Variables variables{{"SLURM_STEP_ID", "0"}, {"SLURM_PROCID", "2"}, {"SLURM_NTASKS", "4"}, {"SLURM_JOB_ID", "77"}, {"SLURM_NNODES", "1"}};
+  Variables variables{{"SLURM_STEP_ID", "0"},
+                      {"SLURM_PROCID", "2"},
+                      {"SLURM_NTASKS", "4"},
+                      {"SLURM_JOB_ID", "77"},
+                      {"SLURM_NNODES", "1"}};
   Launch launch = parse_launch(variables);
   EXPECT_EQ(launch.rank, 2);
   EXPECT_EQ(launch.size, 4);
@@ -103,10 +114,12 @@ TEST(Launch, WhatIsMissingOrWrongIsNamed) {
   EXPECT_THAT(refusal({{"RANK", "0"}}), HasSubstr("RANK is set, but WORLD_SIZE is not set"));
   EXPECT_THAT(refusal({{"WORLD_SIZE", "2"}}), HasSubstr("WORLD_SIZE is set, but RANK is not set"));
   EXPECT_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), HasSubstr("but MASTER_ADDR is not set"));
-  EXPECT_THAT(refusal({{"RANK", "2"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK is '2', expected a whole number from 0 to 1"));
+  EXPECT_THAT(refusal({{"RANK", "2"}, {"WORLD_SIZE", "2"}}),
+              HasSubstr("RANK is '2', expected a whole number from 0 to 1"));
   EXPECT_THAT(refusal({{"RANK", "a"}, {"WORLD_SIZE", "2"}}), HasSubstr("RANK is 'a'"));
   EXPECT_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "0"}}), HasSubstr("WORLD_SIZE is '0'"));
-  EXPECT_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "70000"}}), HasSubstr("MASTER_PORT is '70000'"));
+  EXPECT_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}, {"MASTER_PORT", "70000"}}),
+              HasSubstr("MASTER_PORT is '70000'"));
   EXPECT_THAT(refusal({{"OMPI_COMM_WORLD_RANK", "0"}}), HasSubstr("OMPI_COMM_WORLD_SIZE is not set"));
 }
 
@@ -171,10 +184,13 @@ TEST(Bootstrap, WithoutALauncherTheWorldIsOneRank) {
 
 TEST(Bootstrap, WrongArgumentsAreNamed) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  EXPECT_THAT(error_of([&] { init_process_group(store, 2, 2); }), HasSubstr("rank 2 of 2 ranks is not possible, expected 0 <= rank < world_size"));
-  EXPECT_THAT(error_of([&] { init_process_group(nullptr, 0, 2); }), HasSubstr("2 ranks need a store that they all share"));
-  EXPECT_THAT(error_of([&] { init_process_group(store, 0, 1, ProcessGroupOptions().timeout(std::chrono::milliseconds(0))); }),
-              HasSubstr("the timeout is 0 ms, expected more than 0"));
+  EXPECT_THAT(error_of([&] { init_process_group(store, 2, 2); }),
+              HasSubstr("rank 2 of 2 ranks is not possible, expected 0 <= rank < world_size"));
+  EXPECT_THAT(error_of([&] { init_process_group(nullptr, 0, 2); }),
+              HasSubstr("2 ranks need a store that they all share"));
+  EXPECT_THAT(
+      error_of([&] { init_process_group(store, 0, 1, ProcessGroupOptions().timeout(std::chrono::milliseconds(0))); }),
+      HasSubstr("the timeout is 0 ms, expected more than 0"));
   EXPECT_THAT(error_of([&] { init_process_group(store, 0, 300); }), HasSubstr("a group has at most 255 ranks"));
 }
 
@@ -184,8 +200,10 @@ TEST(Chaos, TheVariableIsReadFieldByField) {
   EXPECT_TRUE(all.poison);
   EXPECT_EQ(all.seed, 7u);
   EXPECT_EQ(observe::parse_chaos("").delay_ms, 0);
-  EXPECT_THAT(error_of([] { observe::parse_chaos("delay=3"); }), HasSubstr("unknown field 'delay', expected delay_ms, poison or seed"));
-  EXPECT_THAT(error_of([] { observe::parse_chaos("delay_ms=fast"); }), HasSubstr("field 'delay_ms' is 'fast', expected a number"));
+  EXPECT_THAT(error_of([] { observe::parse_chaos("delay=3"); }),
+              HasSubstr("unknown field 'delay', expected delay_ms, poison or seed"));
+  EXPECT_THAT(error_of([] { observe::parse_chaos("delay_ms=fast"); }),
+              HasSubstr("field 'delay_ms' is 'fast', expected a number"));
   EXPECT_THAT(error_of([] { observe::parse_chaos("seed=-1"); }), HasSubstr("field 'seed' is '-1'"));
 }
 
@@ -230,7 +248,8 @@ TEST(Trace, AFileThatCannotBeWrittenIsAnErrorWhenTheGroupIsMade) {
     ::setenv("TRUESHARD_TRACE", "/no/such/folder/file", 1);
     rank.group();
   });
-  EXPECT_THAT(results[0].error, HasSubstr("TRUESHARD_TRACE: cannot open '/no/such/folder/file' for writing: No such file or directory"));
+  EXPECT_THAT(results[0].error,
+              HasSubstr("TRUESHARD_TRACE: cannot open '/no/such/folder/file' for writing: No such file or directory"));
 }
 
 }  // namespace

@@ -11,10 +11,10 @@
 namespace trueshard::comm {
 namespace {
 
+using std::chrono::milliseconds;
 using ::testing::HasSubstr;
 using testing::Rank;
 using testing::RankResults;
-using std::chrono::milliseconds;
 
 std::shared_ptr<Transport> join(const Rank& rank, milliseconds timeout = milliseconds(20000)) {
   return connect(rank.store, rank.rank, rank.world, "g", timeout);
@@ -118,8 +118,9 @@ TEST(Channel, AMismatchNamesBothSidesAndOnlyTheFieldsThatDifferAndTheChannelGoes
     f.detail = rank.rank == 3 ? 16 : 17;
     const std::string other = rank.rank == 3 ? "0" : "3";
     const std::string expected =
-        "trueshard[rank " + std::to_string(rank.rank) + "/4] group 'g' channel 'optimizer 0', message 1: this rank runs 'reduce bucket' " +
-        "but rank " + other + " runs 'reduce bucket'; bucket is " + (rank.rank == 3 ? "8 here and 7 on rank 0" : "7 here and 8 on rank 3") +
+        "trueshard[rank " + std::to_string(rank.rank) +
+        "/4] group 'g' channel 'optimizer 0', message 1: this rank runs 'reduce bucket' " + "but rank " + other +
+        " runs 'reduce bucket'; bucket is " + (rank.rank == 3 ? "8 here and 7 on rank 0" : "7 here and 8 on rank 3") +
         "; detail is " + (rank.rank == 3 ? "0x10 here and 0x11 on rank 0" : "0x11 here and 0x10 on rank 3") +
         "; all ranks must make the same calls with the same arguments in the same order";
     EXPECT_EQ(error_of([&] { channel.wait_all_posted(channel.post(f)); }), expected);
@@ -138,7 +139,8 @@ TEST(Channel, ATimeoutNamesAllLateRanksAndWhatTheyHaveNotPosted) {
     Channel channel(join(rank, milliseconds(300)), "c", {});
     if (rank.rank >= 2) {
       while (rank.marks[0] == 0) std::this_thread::sleep_for(milliseconds(5));
-      EXPECT_THAT(error_of([&] { channel.post(Fingerprint::of("late")); }), HasSubstr("the group has failed, reported by rank"));
+      EXPECT_THAT(error_of([&] { channel.post(Fingerprint::of("late")); }),
+                  HasSubstr("the group has failed, reported by rank"));
       return;
     }
     Fingerprint f = Fingerprint::of("finish reduction");
@@ -146,7 +148,8 @@ TEST(Channel, ATimeoutNamesAllLateRanksAndWhatTheyHaveNotPosted) {
     f.elements = 12;
     if (rank.rank == 1) std::this_thread::sleep_for(milliseconds(50));  // rank 0 is the first to give up
     const std::string error = error_of([&] { channel.wait_all_posted(channel.post(f)); });
-    EXPECT_THAT(error, HasSubstr("ranks 2 and 3 have not posted 'finish reduction' (message 1, float32, 12 elements) after 3"));
+    EXPECT_THAT(
+        error, HasSubstr("ranks 2 and 3 have not posted 'finish reduction' (message 1, float32, 12 elements) after 3"));
     EXPECT_THAT(error, HasSubstr("or give the group a longer timeout"));
     EXPECT_TRUE(channel.transport().failed());
     rank.marks[0] = 1;
@@ -185,11 +188,14 @@ TEST(Channel, ChannelsThatDoNotMatchAreAnErrorOnAllRanks) {
     const auto transport = join(rank);
     EXPECT_THAT(error_of([&] { Channel(transport, "c", {rank.rank == 1 ? size_t{500} : size_t{8}}); }),
                 HasSubstr("record size and depth must agree"));
-    EXPECT_THAT(error_of([&] { Channel(transport, rank.rank == 1 ? "x" : "y", {}); }), HasSubstr("allocates 'channel "));
+    EXPECT_THAT(error_of([&] { Channel(transport, rank.rank == 1 ? "x" : "y", {}); }),
+                HasSubstr("allocates 'channel "));
     Channel good(transport, "c", {8});
     char big[16] = {};
-    EXPECT_THAT(error_of([&] { good.post(Fingerprint::of("m"), big, sizeof big); }), HasSubstr("a record of 16 bytes, at most 8 were announced"));
-    EXPECT_THAT(error_of([&] { good.wait_all_posted(1); }), HasSubstr("message 1 is waited for before this rank posted its own"));
+    EXPECT_THAT(error_of([&] { good.post(Fingerprint::of("m"), big, sizeof big); }),
+                HasSubstr("a record of 16 bytes, at most 8 were announced"));
+    EXPECT_THAT(error_of([&] { good.wait_all_posted(1); }),
+                HasSubstr("message 1 is waited for before this rank posted its own"));
     good.wait_all_posted(good.post(Fingerprint::of("m"), big, 8));
   });
   EXPECT_TRUE(results.ok()) << results;

@@ -11,13 +11,13 @@
 namespace trueshard::comm {
 namespace {
 
+using std::chrono::milliseconds;
 using ::testing::AnyOf;
-using ::testing::HasSubstr;
 using testing::Group;
+using ::testing::HasSubstr;
 using testing::Rank;
 using testing::RankProcesses;
 using testing::RankResults;
-using std::chrono::milliseconds;
 
 void all_reduce(const Group& group, at::Tensor tensor, bool async = false) {
   std::vector<at::Tensor> list{tensor};
@@ -37,7 +37,9 @@ std::string error_of(const std::function<void()>& call) {
 double cpu_seconds() {
   rusage usage{};
   ::getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [](const timeval& t) { return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6; };
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_usec) * 1e-6;
+  };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 double clock_seconds() {
@@ -48,7 +50,8 @@ double clock_seconds() {
 std::string fails_for_good(const Group& group, const std::function<void()>& call) {
   const std::string first = error_of(call);
   EXPECT_THAT(first, HasSubstr("group '" + group->getGroupName() + "'"));
-  for (int i = 0; i < 2; ++i) EXPECT_THAT(error_of([&] { group->barrier()->wait(); }), HasSubstr("the group has failed, reported by rank"));
+  for (int i = 0; i < 2; ++i)
+    EXPECT_THAT(error_of([&] { group->barrier()->wait(); }), HasSubstr("the group has failed, reported by rank"));
   EXPECT_EQ(group->getBackend(c10::DeviceType::CPU)->getError(), c10d::ErrorType::COMM_ERROR);
   return first;
 }
@@ -73,7 +76,8 @@ TEST(Failure, ARankKilledBeforeTheFirstCallOnANewGroup) {
   EXPECT_EQ(results[1].signal, SIGKILL);
   for (const size_t r : {0u, 2u}) {
     EXPECT_TRUE(results[r].ok()) << results;
-    EXPECT_THAT(results[r].report, HasSubstr("rank 1 is gone (process " + victim + " has ended) and has not posted 'allreduce'"));
+    EXPECT_THAT(results[r].report,
+                HasSubstr("rank 1 is gone (process " + victim + " has ended) and has not posted 'allreduce'"));
   }
 }
 
@@ -121,7 +125,8 @@ TEST(Failure, AStoppedRankIsATimeoutThatNamesItAndWaitingCostsNoCpu) {
   processes.kill(1);
   for (const auto& result : survivors) {
     EXPECT_TRUE(result.ok()) << survivors;
-    EXPECT_THAT(result.report, HasSubstr("rank 1 has not posted 'allreduce' (message 2, float32, 100000 elements) after 2"));
+    EXPECT_THAT(result.report,
+                HasSubstr("rank 1 has not posted 'allreduce' (message 2, float32, 100000 elements) after 2"));
   }
 }
 
@@ -156,7 +161,8 @@ TEST(Failure, AbortEndsTheWaitsOfAllRanks) {
       EXPECT_THAT(error_of([&] { all_reduce(group, at::ones({4})); }), HasSubstr("abort() was called"));
       return;
     }
-    EXPECT_THAT(error_of([&] { all_reduce(group, at::ones({4})); }), HasSubstr("reported by rank 2: trueshard[rank 2/3]"));
+    EXPECT_THAT(error_of([&] { all_reduce(group, at::ones({4})); }),
+                HasSubstr("reported by rank 2: trueshard[rank 2/3]"));
   });
   EXPECT_TRUE(results.ok()) << results;
 }
@@ -168,11 +174,13 @@ TEST(Failure, DestroyingAGroupWithWorkUnderWayEndsTheWorkWithAnError) {
       EXPECT_THAT(error_of([&] {
                     while (true) all_reduce(group, at::ones({1}));
                   }),
-                  AnyOf(HasSubstr("the group was destroyed while an operation was under way"), HasSubstr("has closed the group")));
+                  AnyOf(HasSubstr("the group was destroyed while an operation was under way"),
+                        HasSubstr("has closed the group")));
       return;
     }
     all_reduce(group, at::ones({1}));
-    std::vector<at::Tensor> a{at::ones({2})}, b{at::ones({3})};  // the other rank runs another shape: never completes rightly
+    std::vector<at::Tensor> a{at::ones({2})},
+        b{at::ones({3})};  // the other rank runs another shape: never completes rightly
     auto first = group->allreduce(a), second = group->allreduce(b);
     group.reset();
     error_of([&] { first->wait(); });
@@ -189,7 +197,8 @@ TEST(Failure, AfterShutdownCallsSaySo) {
     group->getBackend(c10::DeviceType::CPU)->shutdown();
     EXPECT_TRUE(work->isCompleted());
     EXPECT_EQ(list[0][999].item<float>(), 2);
-    EXPECT_THAT(error_of([&] { all_reduce(group, at::ones({4})); }), HasSubstr("the group was shut down; make a new group"));
+    EXPECT_THAT(error_of([&] { all_reduce(group, at::ones({4})); }),
+                HasSubstr("the group was shut down; make a new group"));
   });
   EXPECT_TRUE(results.ok()) << results;
 }
@@ -198,14 +207,16 @@ TEST(Failure, ATimeoutOfOneCallOrOfTheGroupIsKept) {
   const RankResults results = testing::run_threads(2, [](int rank, const Group& group) {
     all_reduce(group, at::ones({1}));
     if (rank == 1) {
-      while (group->getBackend(c10::DeviceType::CPU)->getError() == c10d::ErrorType::SUCCESS) std::this_thread::sleep_for(milliseconds(5));
+      while (group->getBackend(c10::DeviceType::CPU)->getError() == c10d::ErrorType::SUCCESS)
+        std::this_thread::sleep_for(milliseconds(5));
       return;
     }
     group->getBackend(c10::DeviceType::CPU)->setTimeout(std::chrono::minutes(20));
     c10d::AllreduceOptions options;
     options.timeout = milliseconds(150);
     std::vector<at::Tensor> list{at::ones({4})};
-    EXPECT_THAT(error_of([&] { group->allreduce(list, options)->wait(); }), HasSubstr("rank 1 has not posted 'allreduce' (message 2, float32, 4 elements) after 1"));
+    EXPECT_THAT(error_of([&] { group->allreduce(list, options)->wait(); }),
+                HasSubstr("rank 1 has not posted 'allreduce' (message 2, float32, 4 elements) after 1"));
   });
   EXPECT_TRUE(results.ok()) << results;
 }

@@ -15,13 +15,14 @@
 namespace trueshard::comm {
 namespace {
 
+using std::chrono::milliseconds;
 using ::testing::HasSubstr;
 using testing::Rank;
 using testing::RankProcesses;
 using testing::RankResults;
-using std::chrono::milliseconds;
 
-std::shared_ptr<Transport> join(const Rank& rank, milliseconds timeout = milliseconds(20000), const std::string& group = "g") {
+std::shared_ptr<Transport> join(const Rank& rank, milliseconds timeout = milliseconds(20000),
+                                const std::string& group = "g") {
   return connect(rank.store, rank.rank, rank.world, group, timeout);
 }
 
@@ -69,7 +70,8 @@ void exchange_blocks(const std::shared_ptr<Transport>& transport, size_t bytes) 
   const uint64_t seq = channel.post(Fingerprint::of("fill"));
   channel.wait_all_posted(seq);
   for (int r = 0; r < transport->size(); ++r) {
-    for (size_t i = 0; i < bytes; i += 999) ASSERT_EQ(region->data(r)[i], static_cast<std::byte>(r + 1)) << r << " " << i;
+    for (size_t i = 0; i < bytes; i += 999)
+      ASSERT_EQ(region->data(r)[i], static_cast<std::byte>(r + 1)) << r << " " << i;
   }
   channel.done_reading(seq);
   channel.wait_all_read(seq);
@@ -141,10 +143,10 @@ TEST(Transport, RanksOnDifferentHostsAreTheSameErrorOnAllRanks) {
     connect_as({rank.store, rank.rank, rank.world, "g", milliseconds(20000)}, options);
   });
   for (int r = 0; r < 3; ++r) {
-    EXPECT_EQ(results[static_cast<size_t>(r)].error,
-              "trueshard[rank " + std::to_string(r) +
-                  "/3] group 'g': rank 0 runs on host 'here' and rank 2 on host 'other', but all ranks of a group must run on one "
-                  "host in this version; start them on one host");
+    EXPECT_EQ(results[static_cast<size_t>(r)].error, "trueshard[rank " + std::to_string(r) +
+                                                         "/3] group 'g': rank 0 runs on host 'here' and rank 2 on host "
+                                                         "'other', but all ranks of a group must run on one "
+                                                         "host in this version; start them on one host");
   }
 }
 
@@ -231,7 +233,8 @@ TEST(Transport, ARankThatClosesTheGroupIsReportedAndNotWaitedForUntilTheTimeout)
   });
   EXPECT_TRUE(results[2].ok());
   EXPECT_THAT(results[0].error, HasSubstr("rank 2"));
-  EXPECT_THAT(results[0].error + results[1].error, HasSubstr("rank 2 is gone (has closed the group) and has not posted 'work'"));
+  EXPECT_THAT(results[0].error + results[1].error,
+              HasSubstr("rank 2 is gone (has closed the group) and has not posted 'work'"));
 }
 
 TEST(Transport, AKilledRankIsAnErrorForTheOthersAndLeavesNothingBehind) {

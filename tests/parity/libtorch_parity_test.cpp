@@ -51,10 +51,14 @@ void expect_plain_bits(const OptimizerCase& optimizer, const std::function<Train
 }
 
 TEST_P(EveryOptimizer, OnOneRankGivesTheBitsOfThePlainLoop) {
-  for (const int passes : {1, 2, 3}) expect_plain_bits(optimizer(), [] { return eager_net(); }, passes);
+  for (const int passes : {1, 2, 3})
+    expect_plain_bits(
+        optimizer(), [] { return eager_net(); }, passes);
 }
 TEST_P(EveryOptimizer, OnOneRankGivesTheBitsOfThePlainLoopForTorchScript) {
-  for (const int passes : {1, 3}) expect_plain_bits(optimizer(), [] { return script_net(); }, passes);
+  for (const int passes : {1, 3})
+    expect_plain_bits(
+        optimizer(), [] { return script_net(); }, passes);
 }
 
 // Plain libtorch for three steps, then three more with the same optimizer: sharded on `world` ranks.

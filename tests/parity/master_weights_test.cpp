@@ -141,8 +141,8 @@ TEST(FieldCase18, BuffersAndBatchNormKeepTheirDtypeInTrainingAndInSaves) {
   for (const auto stage : all_stages()) {
     const auto results = run_threads(2, [&](int rank, const Group& group) {
       Normed net, reference;  // the reference sees the same batches, in fp32
-      auto optimizer = shard(*net, torch::optim::SGD(net->parameters(), 0.01), group,
-                             ShardOptions().stage(stage).mp_policy(kBf16));
+      auto optimizer =
+          shard(*net, torch::optim::SGD(net->parameters(), 0.01), group, ShardOptions().stage(stage).mp_policy(kBf16));
       EXPECT_EQ(net->linear->weight.scalar_type(), torch::kBFloat16);
       for (int64_t step = 0; step < 5; ++step) {
         optimizer->zero_grad();
@@ -153,8 +153,8 @@ TEST(FieldCase18, BuffersAndBatchNormKeepTheirDtypeInTrainingAndInSaves) {
       EXPECT_TRUE(torch::allclose(net->bn->running_mean, reference->bn->running_mean, 1e-6, 0.0));
       EXPECT_TRUE(torch::allclose(net->bn->running_var, reference->bn->running_var, 1e-6, 0.0));
       const auto state = full_state_dict(*optimizer);
-      for (const auto& name : {"bn.weight", "bn.bias", "linear.weight", "linear.bias", "bn.running_mean",
-                               "bn.running_var", "table"})
+      for (const auto& name :
+           {"bn.weight", "bn.bias", "linear.weight", "linear.bias", "bn.running_mean", "bn.running_var", "table"})
         EXPECT_EQ(state[name].scalar_type(), torch::kFloat) << name;
       EXPECT_EQ(state["bn.num_batches_tracked"].scalar_type(), torch::kLong);
       EXPECT_EQ(state["bn.num_batches_tracked"].item<int64_t>(), 5);

@@ -88,8 +88,7 @@ std::string on_threads(int world, const Recipe& run) {
 TEST(ARealModel, HasTheSameBitsOnProcessesAsOnThreads) {  // first: processes are forked before threads run
   for (const bool mixed : {false, true}) {
     const Recipe run{.mixed = mixed, .bucket_bytes = 600};
-    const auto processes =
-        run_processes(3, [&](int rank, const Group& group) { return train(rank, group, run); });
+    const auto processes = run_processes(3, [&](int rank, const Group& group) { return train(rank, group, run); });
     ASSERT_TRUE(processes.ok()) << processes;
     const auto threads = on_threads(3, run);
     for (const auto& process : processes) EXPECT_EQ(process.report, threads);
@@ -210,8 +209,8 @@ std::string tiny_run(int rank, const Group& group, Stage stage, int64_t bucket_b
 
 TEST(Timing, TwoHundredSeedsOfDelaysAndPoisonGiveOneDigest) {
   const auto run = [](Stage stage, int64_t bucket_bytes) {
-    const auto results = run_threads(
-        3, [&](int rank, const Group& group) { return tiny_run(rank, group, stage, bucket_bytes); });
+    const auto results =
+        run_threads(3, [&](int rank, const Group& group) { return tiny_run(rank, group, stage, bucket_bytes); });
     EXPECT_TRUE(results.ok()) << results;
     for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
     return results[0].report;

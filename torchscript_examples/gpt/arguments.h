@@ -15,9 +15,9 @@ struct Arguments {
   std::string dtype = "bf16";   // bf16, fp32
   Switch overlap = Switch::kOn;
   int64_t bucket_bytes = 1 << 20;
-  int64_t passes = 1;    // backward passes per step, each a leaf of every rank
+  int64_t passes = 1;  // backward passes per step, each a leaf of every rank
   int64_t steps = 20;
-  int64_t batch = 16;    // windows per leaf
+  int64_t batch = 16;  // windows per leaf
   int64_t context = 128;
   int64_t width = 128;
   int64_t heads = 4;

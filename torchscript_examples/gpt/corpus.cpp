@@ -58,7 +58,8 @@ std::string text_of(const fs::path& path) {
 
 Corpus read_corpus(const std::string& folder, int64_t max_bytes) {
   if (!fs::is_directory(folder)) {
-    throw std::runtime_error("gpt: --corpus '" + folder + "' is no folder; give the folder of Python's standard library");
+    throw std::runtime_error("gpt: --corpus '" + folder +
+                             "' is no folder; give the folder of Python's standard library");
   }
   Corpus corpus;
   for (const auto& path : sources_below(folder)) {

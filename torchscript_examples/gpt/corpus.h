@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: the text of a folder of Python sources as bytes to learn from.
-// Invariants: the text is a function of the files alone: sorted by their path below the folder, never by directory order.
-//             Whole files are held back for validation. A window is a function of its key alone, whichever rank asks for it.
+// Invariants: the text is a function of the files alone: sorted by their path below the folder, never by directory
+// order.
+//             Whole files are held back for validation. A window is a function of its key alone, whichever rank asks
+//             for it.
 // Shapes: windows: count * length byte values, one window after the other.
 // Threads: immutable once read. Errors: std::runtime_error that names the folder or file.
 #pragma once

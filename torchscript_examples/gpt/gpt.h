@@ -98,8 +98,7 @@ class GptImpl : public torch::nn::Module {
       if (item.value().dim() < 2) {
         item.value().zero_();
       } else {
-        const bool into_residual =
-            name.find(".out.") != std::string::npos || name.find(".down.") != std::string::npos;
+        const bool into_residual = name.find(".out.") != std::string::npos || name.find(".down.") != std::string::npos;
         item.value().normal_(0.0, into_residual ? residual : 0.02);
       }
     }

@@ -21,10 +21,10 @@ struct StepRecord {
 };
 
 struct MemoryRecord {
-  int64_t ledger = 0;         // what the library says it holds between steps
-  int64_t formula = 0;        // bytes by formula for the module's elements
-  int64_t formula_padded = 0; // the same, every parameter and shard rounded up
-  int64_t process = 0;        // growth of the process's own and shared memory (PSS without files)
+  int64_t ledger = 0;          // what the library says it holds between steps
+  int64_t formula = 0;         // bytes by formula for the module's elements
+  int64_t formula_padded = 0;  // the same, every parameter and shard rounded up
+  int64_t process = 0;         // growth of the process's own and shared memory (PSS without files)
 };
 
 struct Journal {
@@ -39,7 +39,8 @@ struct Journal {
 
 void write_journal(const Journal& journal, const std::string& path);
 
-// This process's share of anonymous and shared memory, in bytes; memory that the heap no longer uses is given back first.
+// This process's share of anonymous and shared memory, in bytes; memory that the heap no longer uses is given back
+// first.
 int64_t resident_bytes();
 
 }  // namespace gpt

@@ -97,9 +97,9 @@ class Trainer {
                    .tied(arguments.tied == Switch::kOn)),
         optimizer_(trueshard::shard(*model_, make_optimizer(*model_, arguments.lr), group_,
                                     shard_options(arguments, group_->getSize()))),
-        scaler_(group_, trueshard::GradScalerOptions()
-                            .init_scale(arguments.init_scale)
-                            .growth_interval(arguments.growth_interval)),
+        scaler_(
+            group_,
+            trueshard::GradScalerOptions().init_scale(arguments.init_scale).growth_interval(arguments.growth_interval)),
         schedule_(*optimizer_, arguments.warmup, arguments.steps) {
     describe();
   }
@@ -210,7 +210,8 @@ class Trainer {
   }
 
   void measure_memory() {
-    // Bytes per element, docs/design.md: compute copy, then gradients, AdamW's two moments and (16-bit only) the master.
+    // Bytes per element, docs/design.md: compute copy, then gradients, AdamW's two moments and (16-bit only) the
+    // master.
     const int64_t compute = arguments_.dtype == "bf16" ? 2 : 4;
     const int64_t sharded = arguments_.dtype == "bf16" ? 4 + 8 + 4 : 4 + 8;
     const int64_t owners = arguments_.stage == "replicated" ? 1 : journal_.world;
@@ -236,7 +237,8 @@ class Trainer {
 
   void say_step() const {
     const auto& last = journal_.steps.back();
-    std::printf("step %4" PRId64 "  loss %.4f  norm %8.4f  scale %9.0f  lr %.2e  %7.0f tokens/s  communicating %4.1f %%\n",
+    std::printf("step %4" PRId64
+                "  loss %.4f  norm %8.4f  scale %9.0f  lr %.2e  %7.0f tokens/s  communicating %4.1f %%\n",
                 last.step, last.loss, last.norm, last.scale, last.lr,
                 static_cast<double>(journal_.tokens_per_step) / last.seconds, 100 * last.communicating / last.seconds);
     std::fflush(stdout);

@@ -103,10 +103,11 @@ int report(int steps) {
   const bool same_bits = ours.weights == ours_fp32_loaded.weights;
   const bool only_on_request =
       sharded(torch::kBFloat16, low, 1, steps).weights == plain(torch::kBFloat16, 1, steps).weights;
-  std::printf("\nIn bf16 an update below half a unit in the last place is lost: libtorch learns %.0f %% of what it "
-              "learns in fp32.\ntrueshard steps fp32 masters whatever dtype the model was loaded in, and learns "
-              "%.0f %%: %s.\n",
-              100 * learnt(bf16) / learnt(fp32), 100 * learnt(ours) / learnt(fp32), follows ? "kept" : "BROKEN");
+  std::printf(
+      "\nIn bf16 an update below half a unit in the last place is lost: libtorch learns %.0f %% of what it "
+      "learns in fp32.\ntrueshard steps fp32 masters whatever dtype the model was loaded in, and learns "
+      "%.0f %%: %s.\n",
+      100 * learnt(bf16) / learnt(fp32), 100 * learnt(ours) / learnt(fp32), follows ? "kept" : "BROKEN");
   std::printf("Loaded in bf16, or in fp32 and computed in bf16: the same bits: %s.\n", same_bits ? "kept" : "BROKEN");
   std::printf("16-bit weights are stepped only by explicit request, then with libtorch's bits (one rank): %s.\n",
               only_on_request ? "kept" : "BROKEN");

@@ -127,8 +127,7 @@ Outcome sharded(const trueshard::ShardOptions& base, int64_t bucket, int steps) 
     auto optimizer = trueshard::shard(*net, torch::optim::AdamW(net->parameters(), kAdamW), group, options);
     for (int step = 0; step < steps; ++step) {
       optimizer->zero_grad();
-      for (int pass = 0; pass < kPasses; ++pass)
-        loss_of(net, batch(step, pass * kRanks + rank, kBatch)).backward();
+      for (int pass = 0; pass < kPasses; ++pass) loss_of(net, batch(step, pass * kRanks + rank, kBatch)).backward();
       optimizer->step();
     }
     weights[static_cast<size_t>(rank)] = masters(*optimizer);
@@ -172,10 +171,11 @@ int report(int steps) {
        [&](int64_t bucket) { return sharded(trueshard::ShardOptions(zero2).overlap(false), bucket, steps); }},
   };
   const int64_t whole = flat(Net()->parameters()).numel();
-  std::printf("%d ranks, %d micro-batches a step, %d steps, %lld bf16 weights with fp32 masters. Each cell: final loss "
-              "(relative distance\nof the weights from those of a run that sums in fp64). Bucket sizes are in "
-              "elements; the last one is the whole model.\n\n",
-              kRanks, kPasses, steps, static_cast<long long>(whole));
+  std::printf(
+      "%d ranks, %d micro-batches a step, %d steps, %lld bf16 weights with fp32 masters. Each cell: final loss "
+      "(relative distance\nof the weights from those of a run that sums in fp64). Bucket sizes are in "
+      "elements; the last one is the whole model.\n\n",
+      kRanks, kPasses, steps, static_cast<long long>(whole));
   std::printf("%8s", "bucket");
   for (const auto& column : columns) std::printf("  %19s", column.title);
   std::printf("\n");
@@ -189,10 +189,11 @@ int report(int steps) {
     if (i >= 3) ours.insert(columns[i].results.begin(), columns[i].results.end());
   }
   const bool kept = ours.size() == 1;
-  std::printf("\n\nWith ring sums the bucket size decides in which order values are added, and with bf16 sums what is "
-              "lost: other weights for\nmost sizes. trueshard: %zu result%s over all sizes, ZeRO-1 and ZeRO-2, overlap "
-              "on and off. Promise %s.\n",
-              ours.size(), kept ? "" : "s", kept ? "kept" : "BROKEN");
+  std::printf(
+      "\n\nWith ring sums the bucket size decides in which order values are added, and with bf16 sums what is "
+      "lost: other weights for\nmost sizes. trueshard: %zu result%s over all sizes, ZeRO-1 and ZeRO-2, overlap "
+      "on and off. Promise %s.\n",
+      ours.size(), kept ? "" : "s", kept ? "kept" : "BROKEN");
   return kept ? 0 : 1;
 }
 

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <trueshard/trueshard.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 namespace reports {
 
