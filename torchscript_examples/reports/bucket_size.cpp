@@ -12,7 +12,7 @@ namespace {
 
 using namespace reports;
 
-constexpr int kRanks = 4, kPasses = 32;
+constexpr int kRanks = 4, kPasses = 16;
 constexpr int64_t kBatch = 16;
 const torch::optim::AdamWOptions kAdamW = torch::optim::AdamWOptions(1e-2);
 
