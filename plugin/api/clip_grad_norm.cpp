@@ -58,8 +58,10 @@ double total(const std::vector<ShardedOptimizer*>& optimizers, const NormQuery& 
 
 bool any_fp64(const std::vector<ShardedOptimizer*>& optimizers) {
   for (auto* optimizer : optimizers) {
-    for (const auto& parameter : optimizer->session().model().parameters()) {
-      if (parameter.master_dtype == c10::kDouble) return true;
+    auto& session = optimizer->session();
+    for (int64_t p = 0; p < session.model().size(); ++p) {
+      if (session.reducer().has_gradient(p) && session.model().parameters()[p].master_dtype == c10::kDouble)
+        return true;
     }
   }
   return false;

@@ -28,6 +28,10 @@ struct ShardedGradScaler::State {
   };
   std::unordered_map<const ShardedOptimizer*, Seen> seen;  // since the last update()
   bool warned = false;
+  Seen seen_of(const ShardedOptimizer& optimizer) const {
+    const auto found = seen.find(&optimizer);
+    return found == seen.end() ? Seen{} : found->second;
+  }
 
   std::string me() const {
     return "trueshard[rank " + std::to_string(group->getRank()) + "/" + std::to_string(group->getSize()) +
@@ -74,15 +78,14 @@ torch::Tensor ShardedGradScaler::scale(const torch::Tensor& loss) {
 
 void ShardedGradScaler::unscale_(ShardedOptimizer& optimizer) {
   if (!enabled()) return;
-  auto& seen = state_->seen[&optimizer];
+  const auto seen = state_->seen_of(optimizer);
   TORCH_CHECK(!seen.stepped, state_->me(),
               " unscale_: step() was already called for this optimizer; call update() first");
-  TORCH_CHECK(!seen.unscaled, state_->me(),
+  TORCH_CHECK(!seen.unscaled || !optimizer.session().unscaled(), state_->me(),
               " unscale_: was already called for this optimizer since the last update(); once per step, after the last "
               "backward");
   const bool nonfinite = optimizer.session().unscale();
-  seen.unscaled = true;
-  seen.nonfinite = nonfinite;
+  state_->seen[&optimizer] = {true, false, seen.nonfinite || nonfinite};
 }
 
 bool ShardedGradScaler::step(ShardedOptimizer& optimizer) {
@@ -91,9 +94,10 @@ bool ShardedGradScaler::step(ShardedOptimizer& optimizer) {
     optimizer.step();
     return optimizer.metrics().steps > before;
   }
-  TORCH_CHECK(!state_->seen[&optimizer].stepped, state_->me(),
+  TORCH_CHECK(!state_->seen_of(optimizer).stepped, state_->me(),
               " step: was already called for this optimizer since the last update()");
-  if (!state_->seen[&optimizer].unscaled) unscale_(optimizer);
+  // Gradients may have been zeroed and made anew since unscale_.
+  if (!state_->seen_of(optimizer).unscaled || !optimizer.session().unscaled()) unscale_(optimizer);
   auto& seen = state_->seen[&optimizer];
   const bool stepped = optimizer.session().step_checked();
   seen.stepped = true;

@@ -36,9 +36,45 @@ void CollectiveWork::abort() {
               "trueshard: one collective cannot be taken back, the other ranks may have begun it; abort() the backend");
 }
 
+bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (timeout == kNoTimeout) {
+    cv_.wait(lock, [this] { return completed_; });
+  } else if (!cv_.wait_for(lock, timeout, [this] { return completed_; })) {
+    TORCH_CHECK(false, "trueshard: the operation has not ended within the ", timeout.count(),
+                " ms given to wait(); it goes on, wait again or give the group a shorter timeout");
+  }
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+bool CollectiveWork::isCompleted() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return completed_;
+}
+
+bool CollectiveWork::isSuccess() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !exception_;
+}
+
+std::exception_ptr CollectiveWork::exception() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return exception_;
+}
+
 void CollectiveWork::complete(std::exception_ptr error) {
   operation = nullptr;
-  finish(error);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    completed_ = true;
+    exception_ = error;
+    if (recordFunctionEndCallback_) {
+      recordFunctionEndCallback_();
+      recordFunctionEndCallback_ = nullptr;
+    }
+  }
+  cv_.notify_all();
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     const std::lock_guard<std::mutex> lock(future_mutex_);

@@ -25,6 +25,11 @@ class CollectiveWork final : public c10d::Work {
       : Work(rank, type, title, inputs), outputs_(std::move(outputs)) {}
   std::vector<at::Tensor> result() override { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  // In place of the base class's: these are what thread sanitizers and our own tests can see into.
+  bool wait(std::chrono::milliseconds timeout) override;
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
   void synchronize() override {}
   uint64_t getSequencenumber() const override { return sequence; }
   void abort() override;

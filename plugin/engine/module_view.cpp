@@ -48,8 +48,9 @@ bool is_below(const std::string& name, const std::string& module) {
 void mark_full_precision(ModuleView& view, const std::vector<std::string>& norm_modules,
                          const std::unordered_set<std::string>& module_names, const MixedPrecisionPolicy& policy) {
   for (const auto& named : policy.full_precision_modules()) {
-    TORCH_CHECK(module_names.count(named) > 0, "trueshard: MixedPrecisionPolicy.full_precision_modules names '", named,
-                "', but the module has no submodule of that name; use a name from named_modules()");
+    if (module_names.count(named) > 0) continue;
+    view.error = "MixedPrecisionPolicy.full_precision_modules names '" + named +
+                 "', but the module has no submodule of that name; use a name from named_modules()";
   }
   for (auto& parameter : view.parameters) {
     auto names = parameter.other_names;

@@ -30,6 +30,7 @@ struct NamedTensor {
 struct ModuleView {
   std::vector<NamedTensor> parameters;
   std::vector<NamedTensor> buffers;
+  std::string error;  // about the policy's module names; told to all ranks before it is thrown
 };
 
 ModuleView view_module(torch::nn::Module& module, const MixedPrecisionPolicy& policy);

@@ -87,7 +87,9 @@ NormValues NormExchange::query(const NormQuery& query) {
     present[p] = reducer_.has_gradient(p);
     has_fp64 |= present[p] && model_->parameters()[p].master_dtype == c10::kDouble;
   }
-  const bool recordable = query.allow_record && query.kind == kernels::NormKind::kSquare && !has_fp64;
+  // A scale is asked for where squares could overflow: what was recorded has none.
+  const bool recordable =
+      query.allow_record && query.scale == 1.0 && query.kind == kernels::NormKind::kSquare && !has_fp64;
   if (last_ != 0) reducer_.channel().wait_all_read(last_);
   fill(query, recordable && reducer_.record_is_current());
   auto fingerprint = comm::Fingerprint::of("gradient norm");

@@ -45,6 +45,7 @@ Reducer::Reducer(std::shared_ptr<ShardedModel> model, std::vector<at::Tensor> sh
   shard_gradient_set_.assign(count, false);
   gradient_versions_.assign(count, 0);
   expected_.assign(count, 1);
+  zeroed_.assign(count, 0);
   size_t record_bytes = 0;
   for (int64_t b = 0; b < static_cast<int64_t>(model_->plan().buckets.size()); ++b) {
     sums_.emplace_back(*model_, b);
@@ -158,7 +159,7 @@ void Reducer::notice_changes() {
     placeholder_set_[p] = shard_gradient_set_[p] = has_gradient_[p] = false;
     shards_[p].mutable_grad() = at::Tensor();
     model_->parameters()[p].tensor.mutable_grad() = at::Tensor();
-    if (pass_) pass_->zeroed[p] = 1;
+    zeroed_[p] = 1;
   }
   record_.valid = false;
 }
@@ -175,9 +176,9 @@ void Reducer::begin_pass(bool deferred) {
   pass.deferred = deferred;
   pass.overlapped = learnt_ && model_->options().overlap();
   pass.scale = current_pass_scale();
+  refuse_foreign_gradients();
   pass.contributions.assign(count, 0);
   pass.leaf.assign(count, 0);
-  pass.zeroed.assign(count, 0);
   pass.posted.assign(sums_.size(), 0);
   pass.first_area = area_cursor_;
   for (const auto& bucket : model_->plan().buckets) {
@@ -221,7 +222,36 @@ void Reducer::empty_pass() {
   TORCH_CHECK(!pass_, me(), " empty_pass: a backward pass is running; call it between passes");
   begin_pass(/*deferred=*/false);
   pass_->overlapped = false;
+  pass_->scale = kAnyScale;
   end_synchronised_pass();
+}
+
+// A gradient that somebody put into .grad in place of the one that was reduced away would be lost.
+void Reducer::refuse_foreign_gradients() {
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!shards_[p].defined()) continue;
+    const auto& name = model_->parameters()[p].name;
+    const auto& gradient = model_->parameters()[p].tensor.grad();
+    if (placeholder_set_[p] && gradient.defined() && !gradient.is_same(placeholders_[p])) {
+      note_error("the .grad of '" + name +
+                 "' was replaced after its backward pass, when it had been reduced away; write to the shard's grad() "
+                 "after finish_reduction(), or use a hook on the parameter");
+    }
+    if (!shard_gradient_set_[p] && shards_[p].grad().defined()) {
+      note_error("the grad() of the shard of '" + name +
+                 "' was set by hand while no gradient was reduced for it; run a backward pass (or empty_pass()) and "
+                 "finish_reduction() first, then write to it");
+    }
+  }
+}
+
+// Ranks without a leaf in this pass take the scale that the others used.
+void Reducer::settle_scale(uint64_t seq) {
+  MessageHeader header;
+  for (int r = 0; r < model_->world() && pass_->scale < 0; ++r) {
+    std::memcpy(&header, channel_->record(r, seq), sizeof header);
+    pass_->scale = header.scale;
+  }
 }
 
 void Reducer::end_deferred_pass() {
@@ -252,12 +282,12 @@ void Reducer::end_synchronised_pass() {
   RECORD_FUNCTION("trueshard::reduce_gradients", std::vector<c10::IValue>());
   auto& pass = *pass_;
   try {
-    if (deferred_scale_ >= 0 && deferred_scale_ != pass.scale && !pass.abandoned) {
+    if (deferred_scale_ >= 0 && pass.scale >= 0 && deferred_scale_ != pass.scale && !pass.abandoned) {
       note_error("the pass that ends a NoSyncGuard used the loss scale " + std::to_string(pass.scale) +
                  ", the passes inside " + std::to_string(deferred_scale_) +
                  " (0: not scaled); scale every loss of a step with the same ShardedGradScaler");
     }
-    if (tree_scale_ >= 0 && tree_scale_ != pass.scale && !pass.abandoned) {
+    if (tree_scale_ >= 0 && pass.scale >= 0 && tree_scale_ != pass.scale && !pass.abandoned) {
       note_error("passes of one step used the loss scales " + std::to_string(tree_scale_) + " and " +
                  std::to_string(pass.scale) +
                  " (0: not scaled); scale every loss of a step with the same ShardedGradScaler and update() after it");
@@ -277,6 +307,7 @@ void Reducer::end_synchronised_pass() {
     learnt_ = true;
   }
   if (tree_scale_ < 0) tree_scale_ = pass.scale;
+  std::fill(zeroed_.begin(), zeroed_.end(), uint8_t{0});
   area_cursor_ = (pass.first_area + static_cast<int64_t>(sums_.size())) % area_count_;
   pass_.reset();
   ++passes_;
@@ -290,6 +321,8 @@ void Reducer::end_synchronised_pass() {
     if (!sums.has_sum(model_->plan().placement_of[p])) continue;
     shards_[p].mutable_grad() = shard_placeholders_[p];
     shard_gradient_set_[p] = true;
+    // Also where this rank had no leaf: zeroing through the module must look alike on all ranks.
+    if (!placeholder_set_[p] && !model_->parameters()[p].tensor.grad().defined()) place_placeholder(p);
   }
   TORCH_CHECK(taint_.empty(), taint_);
 }
@@ -329,10 +362,15 @@ void Reducer::check_headers(uint64_t seq, const char* where) {
       taint_ = head + "rank " + std::to_string(r) + ": " + header.error +
                "; no weight has changed; call zero_grad() and run the step again";
     }
-    if (taint_.empty() && header.scale != first.scale) {
+    if (first.scale < 0) first.scale = header.scale;  // no leaf on that rank: any scale will do
+    if (taint_.empty() && header.scale >= 0 && header.scale != first.scale) {
       taint_ = head + "loss scales differ: rank 0 used " + std::to_string(first.scale) + ", rank " + std::to_string(r) +
                " used " + std::to_string(header.scale) +
                " (0: not scaled); scale every loss with the same ShardedGradScaler on all ranks";
+    }
+    if (taint_.empty() && header.zeroed != first.zeroed) {
+      taint_ = head + "gradients were zeroed on some ranks only (rank 0 and rank " + std::to_string(r) +
+               " differ); zero the same gradients on all ranks";
     }
     if (taint_.empty() && header.deferred != first.deferred) {
       taint_ = head + "ranks deferred different numbers of passes: rank 0 " + std::to_string(first.deferred) +
@@ -357,6 +395,7 @@ std::string Reducer::differing_digests(uint64_t seq) const {
 }
 
 void Reducer::tell_errors(MessageHeader& header) const {
+  header.zeroed = plan::digest(zeroed_.data(), static_cast<int64_t>(zeroed_.size()));
   header.tainted = !local_error_.empty();
   std::strncpy(header.error, local_error_.c_str(), sizeof header.error - 1);
 }
@@ -375,7 +414,8 @@ void Reducer::finish(uint64_t digest) {
     end_synchronised_pass();
     break;
   }
-  if (finished_ && digest == 0) return;
+  if (finished_) return;
+  refuse_foreign_gradients();
   RECORD_FUNCTION("trueshard::finish_reduction", std::vector<c10::IValue>());
   MessageHeader header;
   header.scale = tree_scale_ < 0 ? 0 : tree_scale_;
@@ -393,7 +433,8 @@ void Reducer::finish(uint64_t digest) {
   TORCH_CHECK(deferred_passes_ == 0, me(), " finish_reduction: the last ", deferred_passes_,
               " backward passes ran under NoSyncGuard and were not synchronised; run the last pass of a step outside "
               "the guard (or zero_grad())");
-  if (finished_) return;
+  std::fill(zeroed_.begin(), zeroed_.end(), uint8_t{0});
+  base_is_zero_ = false;
   const double divisor = model_->options().gradient_divide_factor().value_or(static_cast<double>(model_->world()));
   record_.nonfinite = false;
   for (auto& sums : sums_) sums.finish(divisor, record_);
@@ -491,6 +532,8 @@ void Reducer::zero() {
   deferred_scale_ = tree_scale_ = -1;
   scale_ = 0;
   finished_ = false;
+  base_is_zero_ = false;
+  std::fill(zeroed_.begin(), zeroed_.end(), uint8_t{0});
   record_.valid = false;
   taint_.clear();
   local_error_.clear();
@@ -514,6 +557,7 @@ void Reducer::zero_in_place() {
     sums_[model_->plan().bucket_of[p]].set_base(model_->plan().placement_of[p], true);
     place_placeholder(p);
   }
+  base_is_zero_ = true;
   show_gradients();
 }
 

@@ -30,6 +30,7 @@ struct MessageHeader {
   uint32_t deferred = 0;  // passes under NoSyncGuard since the last synchronised one
   uint32_t tainted = 0;   // this rank has noted an error
   uint32_t flag = 0;      // agree_any()
+  uint64_t zeroed = 0;    // finish: gradients zeroed one by one since the last pass
   uint64_t digest = 0;    // finish: what changed behind the optimizer's back, and full-parameter guards
   char error[360] = {};
 };
@@ -54,6 +55,10 @@ class Reducer : public GradientSink, public BackwardMember {
   void defer(int change) { no_sync_ += change; }
   // Notices gradients zeroed through the module or the base class, and newly trainable parameters.
   void notice_changes();
+  // Notes an error when gradients were put where they would be lost.
+  void refuse_foreign_gradients();
+  // The gradients that are there are +0.0, from zero_grad(false): any scale may follow.
+  bool base_is_zero() const { return base_is_zero_; }
 
   bool finished() const { return finished_; }
   bool pass_open() const { return pass_.has_value(); }
@@ -104,15 +109,15 @@ class Reducer : public GradientSink, public BackwardMember {
     bool deferred = false;
     bool overlapped = false;
     bool abandoned = false;
-    double scale = 0;
+    double scale = 0;                     // kAnyScale: this rank has no leaf in the pass
     std::vector<int> contributions;       // per parameter
     std::vector<uint8_t> leaf;            // per parameter: flags of ParameterFlag for what lies in the area
-    std::vector<uint8_t> zeroed;          // per parameter
     std::vector<int> missing;             // per bucket: parameters whose contributions are not complete
     std::vector<uint64_t> posted;         // per bucket: message number
     int64_t next_post = 0, next_sum = 0;  // buckets
     int64_t first_area = 0;               // area of bucket 0
   };
+  static constexpr double kAnyScale = -1;
   enum ParameterFlag : uint8_t { kPresent = 1, kWide = 2, kFrozen = 4, kZeroed = 8, kCopied = 16 };
 
   void before_accumulate(int64_t parameter) override;
@@ -128,6 +133,7 @@ class Reducer : public GradientSink, public BackwardMember {
   bool is_frozen(int64_t parameter) const;
   bool detect_zeroed(int64_t parameter) const;
   void install_hooks();
+  void settle_scale(uint64_t seq);
 
   // exchange (reducer_exchange.cpp)
   void lay_out_areas();
@@ -147,7 +153,8 @@ class Reducer : public GradientSink, public BackwardMember {
   std::vector<bool> has_gradient_, placeholder_set_, shard_gradient_set_;
   std::vector<int64_t> gradient_versions_;
   std::vector<int> expected_;  // contributions per pass, learnt
-  bool learnt_ = false;
+  bool learnt_ = false, base_is_zero_ = false;
+  std::vector<uint8_t> zeroed_;    // per parameter: zeroed alone since the last pass, to be compared between ranks
   std::vector<PartialSums> sums_;  // per bucket
   GradientRecord record_;
   std::shared_ptr<BackwardTracker> tracker_;

@@ -169,13 +169,14 @@ void Reducer::post_bucket(int64_t bucket) {
       bytes += placements[i].numel * ((flags & kWide) ? model_->master_itemsize(p) : model_->compute_itemsize(p));
     }
     if (is_frozen(p)) flags |= kFrozen;
-    if (pass.zeroed[p]) flags |= kZeroed;
+    if (zeroed_[p]) flags |= kZeroed;
     record[sizeof(MessageHeader) + i] = static_cast<std::byte>(flags);
   }
   MessageHeader header;
-  header.scale = pass.abandoned ? 0 : pass.scale;
+  header.scale = pass.abandoned ? kAnyScale : pass.scale;
   header.deferred = deferred_passes_;
   tell_errors(header);
+  header.zeroed = 0;  // told by the record, which names the parameter
   error_told_ |= header.tainted != 0;
   std::memcpy(record.data(), &header, sizeof header);
   auto fingerprint = comm::Fingerprint::of("reduce bucket");
@@ -225,6 +226,7 @@ void Reducer::sum_bucket(int64_t bucket) {
     break_off(error);
   }
   compare_records(bucket, seq);
+  settle_scale(seq);
   if (taint_.empty()) {
     const auto& placements = model_->plan().buckets[bucket].placements;
     std::vector<std::vector<PartialSums::Leaf>> leaves(model_->world(),

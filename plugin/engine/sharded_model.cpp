@@ -7,7 +7,9 @@
 #include <c10/core/TensorImpl.h>
 
 #include <cstring>
+#include <mutex>
 #include <sstream>
+#include <unordered_map>
 
 #include "plugin/engine/dtypes.h"
 #include "plugin/engine/parallel.h"
@@ -53,7 +55,50 @@ std::vector<Parameter> make_parameters(const ModuleView& view, const std::vector
   return parameters;
 }
 
+// Which model manages a tensor; all models of the process.
+struct Owners {
+  std::mutex mutex;
+  std::unordered_map<const c10::TensorImpl*, const ShardedModel*> of;
+};
+Owners& owners() {
+  static auto* all = new Owners;  // outlives models in static objects
+  return *all;
+}
+
 }  // namespace
+
+bool managed_by_an_optimizer(const at::Tensor& tensor) {
+  auto& all = owners();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.of.find(tensor.unsafeGetTensorImpl());
+  if (found == all.of.end()) return false;
+  for (const auto& p : found->second->parameters()) {
+    if (p.tensor.is_same(tensor)) return p.group >= 0;
+  }
+  return false;
+}
+
+bool ShardedModel::manages(int64_t parameter) const {
+  auto& all = owners();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.of.find(parameters_[parameter].tensor.unsafeGetTensorImpl());
+  return found != all.of.end() && found->second == this;
+}
+
+void ShardedModel::claim() {
+  auto& all = owners();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  for (const auto& p : parameters_) {
+    auto& owner = all.of[p.tensor.unsafeGetTensorImpl()];
+    if (owner == nullptr || p.group >= 0) owner = this;
+  }
+}
+
+void ShardedModel::release() {
+  auto& all = owners();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  std::erase_if(all.of, [this](const auto& entry) { return entry.second == this; });
+}
 
 ShardedModel::ShardedModel(std::shared_ptr<comm::Transport> transport, const std::string& name, const ModuleView& view,
                            const std::vector<int>& groups, const ShardOptions& options)
@@ -66,6 +111,7 @@ ShardedModel::ShardedModel(std::shared_ptr<comm::Transport> transport, const std
       norm_plan_(plan_) {
   plan_memory(view, groups);
   allocate_memory();
+  claim();
   fill_memory();
 }
 
@@ -74,7 +120,7 @@ ShardedModel::~ShardedModel() {
   // its own.
   for (int64_t i = 0; i < size(); ++i) {
     auto& p = parameters_[i];
-    if (p.numel == 0 || !attached(i)) continue;
+    if (p.numel == 0 || !manages(i) || !attached(i)) continue;
     try {
       const size_t bytes = static_cast<size_t>(p.numel * compute_itemsize(i));
       auto memory = c10::GetAllocator(c10::kCPU)->allocate(bytes);
@@ -84,6 +130,7 @@ ShardedModel::~ShardedModel() {
       // Out of memory: the tensor keeps the region alive instead (attach() gave it a reference).
     }
   }
+  release();
 }
 
 void ShardedModel::plan_memory(const ModuleView&, const std::vector<int>&) {
@@ -129,7 +176,7 @@ void ShardedModel::fill_memory() {
              master(i, rank()), kernel_dtype(p.master_dtype), range.size());
       }
     }
-    attach(i);
+    if (manages(i)) attach(i);
     p.version = p.tensor._version();
   }
 }

@@ -82,6 +82,9 @@ class ShardedModel {
   void attach(int64_t parameter);
   // Points it at other memory of the given dtype (whole parameter, the tensor's strides).
   void attach_to(int64_t parameter, at::DataPtr data, c10::ScalarType dtype);
+  // Several optimizers may share a module: a parameter belongs to the model whose optimizer has it, else to the first.
+  // Only that one keeps its memory and master; the others leave the tensor alone.
+  bool manages(int64_t parameter) const;
   bool attached(int64_t parameter) const;  // the tensor still shows the compute copy, in its dtype
   // compute copy of elements [range) of the parameter = rounding of this rank's master; nothing to do when the master
   // is part of it.
@@ -93,6 +96,8 @@ class ShardedModel {
  private:
   void plan_memory(const ModuleView& view, const std::vector<int>& groups);
   void allocate_memory();
+  void claim();
+  void release();
   void fill_memory();
 
   std::shared_ptr<comm::Transport> transport_;
@@ -109,6 +114,8 @@ class ShardedModel {
   std::shared_ptr<comm::Region> compute_region_, master_region_, gradient_region_;
 };
 
+// A sharded optimizer has this tensor already.
+bool managed_by_an_optimizer(const at::Tensor& tensor);
 // The log line about a 16-bit model that gets fp32 masters; empty when there is nothing to say.
 std::string describe_upcast(const ShardedModel& model);
 

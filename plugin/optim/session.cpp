@@ -88,6 +88,7 @@ void Session::agree(const engine::ModuleView& view, const std::string& name) {
   engine::Statement statement;
   groups_.assign(view.parameters.size(), -1);
   try {
+    TORCH_CHECK(view.error.empty(), view.error);
     validate(options_);
     TORCH_CHECK(inner_ != nullptr, "the optimizer is null");
     kind_ = require_elementwise(*inner_, options_.assume_elementwise());
@@ -102,6 +103,8 @@ void Session::agree(const engine::ModuleView& view, const std::string& name) {
                     ") that is not a parameter of the module; build it over module.parameters() of the module that is "
                     "given to shard()");
         if (groups_[found->second] >= 0) continue;  // the same tensor once more
+        TORCH_CHECK(!engine::managed_by_an_optimizer(tensor), "parameter '", view.parameters[found->second].name,
+                    "' belongs to another sharded optimizer already; give each parameter to one optimizer");
         groups_[found->second] = static_cast<int>(g);
         members_[g].push_back(static_cast<int64_t>(found->second));
       }

@@ -86,6 +86,7 @@ class Session {
   bool shows_masters(int64_t parameter) const;          // under a guard: nothing was cast or reshaped
   void keep_shown(int64_t parameter);                   // leaving a guard
   bool check_finite(bool unscale);
+  void prepare_step();
   void apply_step();
   void run_inner_step();
   void require_groups() const;

@@ -35,7 +35,7 @@ void Session::agree_on_changes(const char* operation) {
 uint64_t Session::contents_digest() const {
   uint64_t digest = plan::digest(nullptr, 0);
   for (int64_t p = 0; p < model_->size(); ++p) {
-    if (!shows_masters(p)) continue;
+    if (!shows_masters(p) || !model_->manages(p)) continue;
     const auto values = model_->shown(p);
     digest = plan::digest(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()), digest);
   }
@@ -62,7 +62,7 @@ void Session::enter_full() {
   full_ = publisher_->gather_masters(true);
   for (int64_t p = 0; p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
-    if (parameter.master_in_compute() || parameter.numel == 0) continue;
+    if (parameter.master_in_compute() || parameter.numel == 0 || !model_->manages(p)) continue;
     if (diverged_) {
       auto* whole = static_cast<std::byte*>(full_[p].data_ptr());
       const auto range = model_->owned(p, model_->rank());
@@ -112,7 +112,7 @@ void Session::leave_full() {
   const uint64_t digest = contents_digest();
   if (digest != entered_digest_ || diverged_) guard_digest_ = digest;
   for (int64_t p = 0; p < model_->size(); ++p) {
-    if (model_->parameters()[p].numel > 0 && shows_masters(p)) keep_shown(p);
+    if (model_->parameters()[p].numel > 0 && model_->manages(p) && shows_masters(p)) keep_shown(p);
   }
 }
 
@@ -140,8 +140,10 @@ std::vector<std::pair<std::string, at::Tensor>> Session::state_dict(bool wanted)
   if (!wanted) return entries;
   for (int64_t p = 0; p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
-    entries.emplace_back(parameter.name, masters[p]);
-    for (const auto& other : parameter.other_names) entries.emplace_back(other, masters[p]);
+    // What another optimizer manages: its value as the module shows it.
+    const auto value = model_->manages(p) ? masters[p] : parameter.tensor.detach().to(parameter.master_dtype).clone();
+    entries.emplace_back(parameter.name, value);
+    for (const auto& other : parameter.other_names) entries.emplace_back(other, value);
   }
   for (const auto& buffer : model_->buffers()) {
     auto copy = buffer.tensor.detach().clone();

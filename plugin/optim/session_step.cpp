@@ -59,7 +59,7 @@ uint64_t Session::changes_digest() {
   uint64_t digest = guard_digest_;
   for (int64_t p = 0; p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
-    if (parameter.numel == 0) continue;
+    if (parameter.numel == 0 || !model_->manages(p)) continue;
     if (parameter.tensor.scalar_type() != parameter.compute_dtype || parameter.tensor.sizes() != parameter.sizes) {
       std::ostringstream text;
       text << "parameter '" << parameter.name << "' is " << c10::toString(parameter.tensor.scalar_type()) << ' '
@@ -80,6 +80,7 @@ uint64_t Session::changes_digest() {
 void Session::adopt_changes() {
   for (int64_t p = 0; p < model_->size(); ++p) {
     auto& parameter = model_->parameters()[p];
+    if (!model_->manages(p)) continue;
     const bool attached = parameter.numel == 0 || model_->attached(p);
     if (attached && parameter.tensor._version() == parameter.version) continue;
     if (!attached) {
@@ -95,21 +96,21 @@ void Session::adopt_changes() {
 void Session::finish_reduction() {
   TORCH_CHECK(full_depth_ == 0, me(), " finish_reduction: a FullParametersGuard is alive; leave it first");
   const double scale = reducer_->tree_scale();
-  if (reducer_->has_base() && scale >= 0) {
+  reducer_->notice_changes();
+  if (reducer_->finished()) return;
+  if (reducer_->has_base() && scale >= 0 && !reducer_->base_is_zero()) {
     const double there = unscaled_ ? 0.0 : reducer_->scale();
-    TORCH_CHECK(scale == there, me(), " finish_reduction: new passes have the loss scale ", scale,
-                ", the gradients that are there have ", there,
-                " (0: not scaled, or unscaled already); call zero_grad() before the next backward");
+    if (scale != there) {
+      reducer_->note_error("new passes have the loss scale " + std::to_string(scale) +
+                           ", the gradients that are there have " + std::to_string(there) +
+                           " (0: not scaled, or unscaled already); call zero_grad() before the next backward");
+    }
   }
+  materialize();
   const uint64_t digest = changes_digest();
-  if (!reducer_->finished()) materialize();
-  const bool fresh = !reducer_->finished();
   reducer_->finish(digest);
-  if (digest != 0) {
-    adopt_changes();
-    guard_digest_ = 0;
-  }
-  if (!fresh) return;
+  if (digest != 0) adopt_changes();
+  guard_digest_ = 0;
   if (scale >= 0) unscaled_ = false;
   pending_ = {};
   record_factor_ = 1.0;
@@ -234,14 +235,26 @@ void Session::clip(double coefficient) {
 
 // ---- step ----------------------------------------------------------------------------------------------------------
 
+// Before weights move, all ranks must see the same parameters: told with the message that ends the reduction, or with
+// one of its own.
+void Session::prepare_step() {
+  reducer_->notice_changes();
+  const bool told = !reducer_->finished();
+  finish_reduction();
+  if (!told) {
+    reducer_->refuse_foreign_gradients();
+    agree_on_changes("step");
+  }
+  require_groups();
+}
+
 at::Tensor Session::step(const torch::optim::Optimizer::LossClosure& closure) {
   at::Tensor loss;
   if (closure) {
     const at::AutoGradMode enabled(true);
     loss = closure();
   }
-  finish_reduction();
-  require_groups();
+  prepare_step();
   TORCH_CHECK(reducer_->scale() == 0 || unscaled_ || !reducer_->any_gradient(), me(),
               " step: the gradients are still scaled by ", reducer_->scale(),
               "; call ShardedGradScaler::step(optimizer), or unscale_ first");
@@ -258,8 +271,7 @@ at::Tensor Session::step(const torch::optim::Optimizer::LossClosure& closure) {
 }
 
 bool Session::step_checked() {
-  finish_reduction();
-  require_groups();
+  prepare_step();
   if (!unscaled_) unscale();
   if (found_nonfinite_) {
     ++metrics_.skipped_steps;
