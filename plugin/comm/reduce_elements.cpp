@@ -130,8 +130,8 @@ std::byte* offset(void* data, int64_t bytes) { return static_cast<std::byte*>(da
 
 std::string reduction_refusal(const ReductionSpec& spec) {
   const Reduction reduction = spec.reduction;
-  const std::string what =
-      std::string("'") + reduction_name(static_cast<int>(reduction)) + "' of " + dtype_name(spec.dtype);
+  std::string what("'");
+  what.append(reduction_name(static_cast<int>(reduction))).append("' of ").append(dtype_name(spec.dtype));
   const bool bitwise = reduction == Reduction::kBand || reduction == Reduction::kBor || reduction == Reduction::kBxor;
   const bool scaled = reduction == Reduction::kAvg || reduction == Reduction::kPremulSum;
   if (is_floating(spec.dtype)) {
