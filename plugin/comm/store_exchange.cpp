@@ -2,13 +2,15 @@
 #include "plugin/comm/store_exchange.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "plugin/comm/errors.h"
 #include "plugin/observe/trace.h"
 
 namespace trueshard::comm {
 namespace {
-constexpr int64_t kSliceMs = 300;  // how long one look at the store lasts; between two, dead peers are noticed
+constexpr int64_t kFirstPauseUs = 500, kLongestPauseUs = 20000;  // between two looks at the store
+constexpr int64_t kGoneEveryNs = 100000000;                      // how often dead peers are looked for
 }
 
 StoreExchange::StoreExchange(StoreEnds ends)
@@ -46,29 +48,26 @@ void StoreExchange::throw_missing(const std::vector<std::string>& keys, const st
                       " ranks were started and use this group name, or give a longer timeout");
 }
 
-void StoreExchange::wait_for(const std::vector<std::string>& keys, const std::vector<int>& ranks,
-                             const std::string& what) {
-  for (;;) {
-    const int64_t start = observe::now_ns();
-    const int64_t left_ms = (deadline_ns_ - start) / 1000000;
-    if (left_ms <= 0) throw_missing(keys, ranks, what);
-    const int64_t slice_ms = std::min(kSliceMs, left_ms);
-    std::string why;
+// Looks again and again in place of Store::wait: a TCPStore logs two warnings for each wait that times out, and nobody would
+// look for dead peers meanwhile.
+void StoreExchange::wait_for(const std::vector<std::string>& keys, const std::vector<int>& ranks, const std::string& what) {
+  int64_t looked_for_gone = observe::now_ns();
+  for (int64_t pause_us = kFirstPauseUs;; pause_us = std::min(2 * pause_us, kLongestPauseUs)) {
     try {
-      ends_.store->wait(keys, std::chrono::milliseconds(slice_ms));
-      return;
+      if (ends_.store->check(keys)) return;
     } catch (const std::exception& error) {
-      why = text_of(error);
+      throw_backend_error(where(ends_.rank, ends_.size, ends_.group) + ": waiting for '" + what +
+                          "' in the store failed: " + text_of(error) +
+                          "; check that the process that hosts the store still runs");
     }
-    if (anybody_gone_ != nullptr) {
+    const int64_t now = observe::now_ns();
+    if (now >= deadline_ns_) throw_missing(keys, ranks, what);
+    if (anybody_gone_ != nullptr && now - looked_for_gone >= kGoneEveryNs) {
+      looked_for_gone = now;
       const std::string gone = anybody_gone_();
       if (!gone.empty()) throw_backend_error(gone);
     }
-    // A store that refuses long before the slice is over is broken, not slow.
-    if ((observe::now_ns() - start) / 1000000 < slice_ms / 2) {
-      throw_backend_error(where(ends_.rank, ends_.size, ends_.group) + ": waiting for '" + what +
-                          "' in the store failed: " + why + "; check that the process that hosts the store still runs");
-    }
+    std::this_thread::sleep_for(std::chrono::microseconds(pause_us));
   }
 }
 
