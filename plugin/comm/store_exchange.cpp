@@ -11,7 +11,7 @@ namespace trueshard::comm {
 namespace {
 constexpr int64_t kFirstPauseUs = 500, kLongestPauseUs = 20000;  // between two looks at the store
 constexpr int64_t kGoneEveryNs = 100000000;                      // how often dead peers are looked for
-}
+}  // namespace
 
 StoreExchange::StoreExchange(StoreEnds ends)
     : ends_(std::move(ends)), deadline_ns_(observe::now_ns() + ends_.timeout.count() * 1000000) {}
@@ -48,9 +48,10 @@ void StoreExchange::throw_missing(const std::vector<std::string>& keys, const st
                       " ranks were started and use this group name, or give a longer timeout");
 }
 
-// Looks again and again in place of Store::wait: a TCPStore logs two warnings for each wait that times out, and nobody would
-// look for dead peers meanwhile.
-void StoreExchange::wait_for(const std::vector<std::string>& keys, const std::vector<int>& ranks, const std::string& what) {
+// Looks again and again in place of Store::wait: a TCPStore logs two warnings for each wait that times out, and nobody
+// would look for dead peers meanwhile.
+void StoreExchange::wait_for(const std::vector<std::string>& keys, const std::vector<int>& ranks,
+                             const std::string& what) {
   int64_t looked_for_gone = observe::now_ns();
   for (int64_t pause_us = kFirstPauseUs;; pause_us = std::min(2 * pause_us, kLongestPauseUs)) {
     try {

@@ -174,7 +174,8 @@ TEST(Failure, DestroyingAGroupWithWorkUnderWayEndsTheWorkWithAnError) {
     if (rank.rank == 1) {
       while (rank.marks[0] == 0) std::this_thread::sleep_for(milliseconds(1));
       EXPECT_THAT(error_of([&] { all_reduce(group, at::ones({2})); }),
-                  AnyOf(HasSubstr("the group was destroyed while an operation was under way"), HasSubstr("has closed the group")));
+                  AnyOf(HasSubstr("the group was destroyed while an operation was under way"),
+                        HasSubstr("has closed the group")));
       return;
     }
     std::vector<at::Tensor> a{at::ones({2})}, b{at::ones({3})};  // the other rank takes part in neither
