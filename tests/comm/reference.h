@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Role: what the tests of the backend compare with: leaves of each rank, the serial tree over them, and short ways to call.
-// Invariants: the tree is docs/numerics.md section 1, literally. Threads: pure functions. Errors: none.
+// Role: what the tests of the backend compare with: leaves of each rank, the serial tree over them, and short ways to
+// call. Invariants: the tree is docs/numerics.md section 1, literally. Threads: pure functions. Errors: none.
 #pragma once
 #include <cstring>
 #include <functional>
@@ -15,9 +15,9 @@
 
 namespace trueshard::comm {
 
-using ::testing::HasSubstr;
 using c10d::ReduceOp;
 using testing::Group;
+using ::testing::HasSubstr;
 using testing::RankResults;
 
 // Leaf of one rank: values that round, of both signs, with few exact ties.
