@@ -10,6 +10,7 @@
 #include <unordered_set>
 
 #include "plugin/engine/dtypes.h"
+#include "plugin/plan/unit_plan.h"
 
 namespace trueshard::engine {
 
@@ -98,6 +99,12 @@ ModuleView view_module(torch::jit::Module& module, const MixedPrecisionPolicy& p
   }
   mark_full_precision(view, norms, names, policy);
   return view;
+}
+
+void check_units(const ModuleView& view, const ShardOptions& options) {
+  std::vector<plan::UnitSpec> specs;
+  for (const auto& p : view.parameters) specs.push_back({p.name, static_cast<int64_t>(p.tensor.nbytes())});
+  plan::make_unit_plan(specs, {options.units(), options.unit_bytes()});
 }
 
 void check_shardable(const ModuleView& view) {

@@ -37,5 +37,7 @@ ModuleView view_module(torch::nn::Module& module, const MixedPrecisionPolicy& po
 ModuleView view_module(torch::jit::Module& module, const MixedPrecisionPolicy& policy);
 // Throws when a parameter cannot be put into flat memory, saying which and what to do.
 void check_shardable(const ModuleView& view);
+// Throws when ShardOptions.units names what the module does not have.
+void check_units(const ModuleView& view, const ShardOptions& options);
 
 }  // namespace trueshard::engine

@@ -10,7 +10,19 @@
 
 namespace trueshard::engine {
 
+// A backward through a graph from before the step is an error, as after libtorch's own in-place step.
+void Publisher::bump_versions() {
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    auto& parameter = model_->parameters()[p];
+    if (!reducer_.has_gradient(p) || !model_->manages(p)) continue;
+    parameter.tensor.unsafeGetTensorImpl()->bump_version();
+    parameter.version = parameter.tensor._version();
+  }
+}
+
 void Publisher::publish() {
+  bump_versions();
+  if (!model_->keeps_compute_copies()) return model_->masters_changed();
   if (model_->replicated() || model_->world() == 1) return;
   RECORD_FUNCTION("trueshard::publish_parameters", std::vector<c10::IValue>());
   const int64_t start = observe::now_ns();
@@ -36,7 +48,7 @@ std::vector<at::Tensor> Publisher::gather_masters(bool wanted) {
   std::vector<at::Tensor> masters;
   for (int64_t p = 0; wanted && p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
-    const auto dtype = parameter.low_precision_master ? parameter.compute_dtype : parameter.master_dtype;
+    const auto dtype = parameter.stored_dtype();
     auto whole = at::empty_strided(parameter.sizes, parameter.strides, at::TensorOptions().dtype(dtype));
     auto* data = static_cast<std::byte*>(whole.data_ptr());
     const auto item = static_cast<int64_t>(c10::elementSize(dtype));

@@ -12,7 +12,8 @@ namespace trueshard::engine {
 class Publisher {
  public:
   Publisher(std::shared_ptr<ShardedModel> model, Reducer& reducer) : model_(std::move(model)), reducer_(reducer) {}
-  void publish();  // collective: compute copies are whole and equal on all ranks afterwards
+  // Collective: compute copies are whole and equal on all ranks afterwards; ZeRO-3: will be when they are used next.
+  void publish();
   // Whole masters of all parameters, in master dtype (the dtype itself for low-precision masters), one tensor each in
   // the parameter's own memory order. Collective; `wanted` false: takes part and returns nothing.
   std::vector<at::Tensor> gather_masters(bool wanted);
@@ -20,6 +21,8 @@ class Publisher {
   double seconds() const { return seconds_; }
 
  private:
+  void bump_versions();
+
   std::shared_ptr<ShardedModel> model_;
   Reducer& reducer_;
   int64_t bytes_gathered_ = 0;

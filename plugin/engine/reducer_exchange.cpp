@@ -52,7 +52,7 @@ void Reducer::lay_out_areas() {
   const int64_t buckets = static_cast<int64_t>(model_->plan().buckets.size());
   // ZeRO-2 holds few buckets in flight; the others may have a whole pass on its way, and never wait for room.
   area_count_ =
-      std::max<int64_t>(1, model_->options().stage() == Stage::Zero2 ? std::min<int64_t>(buckets, 3) : buckets);
+      std::max<int64_t>(1, model_->options().stage() >= Stage::Zero2 ? std::min<int64_t>(buckets, 3) : buckets);
   area_user_.assign(static_cast<size_t>(area_count_), 0);
   area_touched_.assign(static_cast<size_t>(area_count_), 0);
   areas_ = model_->transport()->allocate(model_->name() + "/exchange", area_bytes_ * static_cast<size_t>(area_count_));

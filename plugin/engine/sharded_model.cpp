@@ -12,6 +12,7 @@
 #include <unordered_map>
 
 #include "plugin/engine/dtypes.h"
+#include "plugin/engine/interposer.h"
 #include "plugin/engine/parallel.h"
 
 namespace trueshard::engine {
@@ -50,6 +51,8 @@ std::vector<Parameter> make_parameters(const ModuleView& view, const std::vector
     p.compute_dtype = wanted && !named.full_precision && dtype != c10::kDouble ? *wanted : dtype;
     p.low_precision_master = options.low_precision_master() && is_16bit(dtype);
     if (p.low_precision_master) p.compute_dtype = dtype;
+    p.separate_master =
+        options.stage() == Stage::Zero3 || (p.compute_dtype != p.master_dtype && !p.low_precision_master);
     parameters.push_back(std::move(p));
   }
   return parameters;
@@ -109,13 +112,18 @@ ShardedModel::ShardedModel(std::shared_ptr<comm::Transport> transport, const std
       buffers_(view.buffers),
       plan_(make_plan(parameters_, transport_->size(), options.bucket_bytes())),
       norm_plan_(plan_) {
-  plan_memory(view, groups);
+  plan_memory();
   allocate_memory();
   claim();
+  if (!keeps_compute_copies()) make_gatherer();
   fill_memory();
 }
 
 ShardedModel::~ShardedModel() {
+  if (!keeps_compute_copies()) {  // the gatherer goes on for the parameters' sake
+    release();
+    return;
+  }
   // The regions go away with this object (other holders of the tensors keep them alive): hand every parameter a copy of
   // its own.
   for (int64_t i = 0; i < size(); ++i) {
@@ -133,7 +141,7 @@ ShardedModel::~ShardedModel() {
   release();
 }
 
-void ShardedModel::plan_memory(const ModuleView&, const std::vector<int>&) {
+void ShardedModel::plan_memory() {
   master_offsets_.assign(world(), std::vector<size_t>(parameters_.size(), 0));
   master_bytes_.assign(world(), 0);
   gradient_offsets_.assign(parameters_.size(), 0);
@@ -142,11 +150,12 @@ void ShardedModel::plan_memory(const ModuleView&, const std::vector<int>&) {
     for (const auto& placement : bucket.placements) {
       auto& p = parameters_[placement.parameter];
       p.compute_offset = compute_bytes_;
-      compute_bytes_ += aligned(p.numel * compute_itemsize(placement.parameter));
+      if (keeps_compute_copies()) compute_bytes_ += aligned(p.numel * compute_itemsize(placement.parameter));
       for (int r = 0; r < world(); ++r) {
         master_offsets_[r][placement.parameter] = master_bytes_[r];
-        if (!p.master_in_compute())
-          master_bytes_[r] += aligned(owned(placement.parameter, r).size() * master_itemsize(placement.parameter));
+        if (!p.separate_master) continue;
+        const auto item = static_cast<int64_t>(c10::elementSize(p.stored_dtype()));
+        master_bytes_[r] += aligned(owned(placement.parameter, r).size() * item);
       }
       const int64_t start = replicated() ? placement.offset : plan_.piece(placement.parameter, rank()).shard_offset;
       gradient_offsets_[placement.parameter] = gradient_bytes + static_cast<size_t>(start * bucket.master_itemsize);
@@ -162,23 +171,54 @@ void ShardedModel::allocate_memory() {
   gradient_region_ = transport_->allocate(name_ + "/gradients", gradient_bytes_);
 }
 
+// What this optimizer does not manage stays where it is: no unit holds it.
+void ShardedModel::make_gatherer() {
+  install_interposer();
+  GathererParts parts;
+  std::vector<plan::UnitSpec> specs;
+  for (int64_t i = 0; i < size(); ++i) {
+    const auto& p = parameters_[i];
+    GatherSpec spec{p.name, p.compute_dtype, p.stored_dtype(), manages(i) ? p.numel : 0, {}};
+    for (int r = 0; r < world() && spec.numel > 0; ++r) {
+      const auto range = owned(i, r);
+      if (!range.empty()) spec.pieces.push_back({master(i, r), range, r == rank()});
+    }
+    specs.push_back({p.name, spec.numel * compute_itemsize(i)});
+    parts.parameters.push_back(std::move(spec));
+  }
+  parts.units = plan::make_unit_plan(specs, {options_.units(), options_.unit_bytes()});
+  int64_t largest = 0;
+  for (const auto& unit : parts.units.units) largest = std::max(largest, unit.bytes);
+  parts.resident_bytes = options_.resident_bytes().value_or(2 * (largest + 64 * size()));
+  parts.epoch = std::make_unique<MasterEpoch>(transport_, name_);
+  parts.memory = master_region_;
+  gatherer_ = std::make_shared<UnitGatherer>(std::move(parts));
+}
+
+// Frees the module's own memory as it goes: the module is never held whole twice.
 void ShardedModel::fill_memory() {
   for (int64_t i = 0; i < size(); ++i) {
     auto& p = parameters_[i];
     if (p.numel > 0) {
-      const auto dtype = p.tensor.scalar_type();
-      const auto* values = static_cast<const std::byte*>(p.tensor.const_data_ptr());
-      const auto& cast = kernels::kernels().cast;
-      cast(values, kernel_dtype(dtype), compute(i, rank()), kernel_dtype(p.compute_dtype), p.numel);
-      const auto range = owned(i, rank());
-      if (!p.master_in_compute() && !range.empty()) {
-        cast(values + range.begin * static_cast<int64_t>(c10::elementSize(dtype)), kernel_dtype(dtype),
-             master(i, rank()), kernel_dtype(p.master_dtype), range.size());
-      }
+      const PinnedStorage whole(p.tensor.storage().unsafeGetStorageImpl());  // another optimizer may have freed it
+      store(i, static_cast<const std::byte*>(p.tensor.const_data_ptr()), p.tensor.scalar_type());
     }
     if (manages(i)) attach(i);
     p.version = p.tensor._version();
   }
+  masters_changed();
+}
+
+void ShardedModel::store(int64_t i, const std::byte* values, c10::ScalarType dtype) {
+  const auto& p = parameters_[i];
+  const auto& cast = kernels::kernels().cast;
+  const auto range = owned(i, rank());
+  if (p.separate_master && !range.empty()) {
+    cast(values + range.begin * static_cast<int64_t>(c10::elementSize(dtype)), kernel_dtype(dtype), master(i, rank()),
+         kernel_dtype(p.stored_dtype()), range.size());
+  }
+  if (keeps_compute_copies() && values != compute(i, rank()))
+    cast(values, kernel_dtype(dtype), compute(i, rank()), kernel_dtype(p.compute_dtype), p.numel);
 }
 
 plan::Range ShardedModel::owned(int64_t parameter, int rank) const {
@@ -188,7 +228,7 @@ std::byte* ShardedModel::compute(int64_t parameter, int rank) const {
   return compute_region_->data(rank) + parameters_[parameter].compute_offset;
 }
 std::byte* ShardedModel::master(int64_t parameter, int rank) const {
-  if (parameters_[parameter].master_in_compute()) {
+  if (!parameters_[parameter].separate_master) {
     return compute(parameter, rank) + owned(parameter, rank).begin * compute_itemsize(parameter);
   }
   return master_region_->data(rank) + master_offsets_[rank][parameter];
@@ -217,11 +257,10 @@ at::Tensor ShardedModel::flat_tensor_over(std::byte* data, int64_t count, c10::S
   return tensor_over(data, {count}, {1}, dtype);
 }
 
-void ShardedModel::attach_to(int64_t parameter, at::DataPtr data, c10::ScalarType dtype) {
+void ShardedModel::restore_shape(int64_t parameter, c10::ScalarType dtype) {
   const auto& p = parameters_[parameter];
   auto* impl = p.tensor.unsafeGetTensorImpl();
   auto* storage = p.storage.unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(std::move(data));
   storage->set_nbytes(static_cast<size_t>(p.numel) * c10::elementSize(dtype));
   storage->set_resizable(false);
   if (impl->dtype() != c10::scalarTypeToTypeMeta(dtype) ||
@@ -231,34 +270,77 @@ void ShardedModel::attach_to(int64_t parameter, at::DataPtr data, c10::ScalarTyp
     impl->set_sizes_and_strides(p.sizes, p.strides, 0);
 }
 
+void ShardedModel::attach_to(int64_t parameter, at::DataPtr data, c10::ScalarType dtype) {
+  if (gatherer_) gatherer_->detach(parameter);
+  parameters_[parameter].storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));
+  restore_shape(parameter, dtype);
+}
+
 void ShardedModel::attach(int64_t parameter) {
+  const auto& p = parameters_[parameter];
+  if (gatherer_ && p.numel > 0) {
+    gatherer_->attach(parameter, p.storage.unsafeGetStorageImpl());
+    restore_shape(parameter, p.compute_dtype);
+    return watch(p.tensor);
+  }
   using Keep = std::shared_ptr<comm::Region>;
   auto* keep = new Keep(compute_region_);
   at::DataPtr data(
-      compute(parameter, rank()), keep, [](void* context) { delete static_cast<Keep*>(context); },
-      c10::Device(c10::kCPU));
-  attach_to(parameter, std::move(data), parameters_[parameter].compute_dtype);
+      keeps_compute_copies() ? compute(parameter, rank()) : nullptr, keep,
+      [](void* context) { delete static_cast<Keep*>(context); }, c10::Device(c10::kCPU));
+  attach_to(parameter, std::move(data), p.compute_dtype);
 }
 
 bool ShardedModel::attached(int64_t parameter) const {
   const auto& p = parameters_[parameter];
-  return p.tensor.scalar_type() == p.compute_dtype && p.tensor.sizes() == p.sizes && p.tensor.strides() == p.strides &&
-         p.tensor.storage_offset() == 0 &&
-         p.tensor.storage().unsafeGetStorageImpl() == p.storage.unsafeGetStorageImpl() &&
-         p.storage.unsafeGetStorageImpl()->data_ptr().get() == compute(parameter, rank());
+  auto* storage = p.storage.unsafeGetStorageImpl();
+  if (p.tensor.scalar_type() != p.compute_dtype || p.tensor.sizes() != p.sizes || p.tensor.strides() != p.strides ||
+      p.tensor.storage_offset() != 0 || p.tensor.storage().unsafeGetStorageImpl() != storage)
+    return false;
+  if (gatherer_) return gatherer_->attached(parameter, storage) && is_watched(p.tensor);
+  return storage->data_ptr().get() == compute(parameter, rank());
 }
 
-at::Tensor ShardedModel::shown(int64_t parameter) const {
+ShardedModel::Shown ShardedModel::shown(int64_t parameter) const {
   const auto& p = parameters_[parameter];
-  auto tensor = p.tensor.detach();
-  if (tensor.strides() == p.strides) return tensor;
-  return at::empty_strided(p.sizes, p.strides, tensor.options()).copy_(tensor);
+  Shown shown{PinnedStorage(p.tensor.storage().unsafeGetStorageImpl()), p.tensor.detach()};
+  if (p.tensor.strides() != p.strides)
+    shown.tensor = at::empty_strided(p.sizes, p.strides, shown.tensor.options()).copy_(shown.tensor);
+  return shown;
+}
+
+bool ShardedModel::changed(int64_t parameter) const {
+  const auto& p = parameters_[parameter];
+  if (p.numel == 0) return false;
+  return !attached(parameter) || p.tensor._version() != p.version || (gatherer_ && gatherer_->written(parameter));
+}
+
+void ShardedModel::adopt(int64_t parameter) {
+  auto& p = parameters_[parameter];
+  {
+    const auto values = shown(parameter);
+    store(parameter, values.data(), p.compute_dtype);
+  }
+  if (!attached(parameter)) attach(parameter);
+  if (gatherer_) gatherer_->forget_write(parameter);
+  p.version = p.tensor._version();
+}
+
+void ShardedModel::adopt_whole(int64_t parameter, const std::byte* values) {
+  auto& p = parameters_[parameter];
+  store(parameter, values, p.stored_dtype());
+  if (!attached(parameter)) attach(parameter);
+  p.version = p.tensor._version();
+}
+
+void ShardedModel::masters_changed() {
+  if (gatherer_) gatherer_->masters_changed();
 }
 
 void ShardedModel::round_to_compute(int64_t parameter) {
   const auto& p = parameters_[parameter];
   const auto range = owned(parameter, rank());
-  if (p.master_in_compute() || range.empty()) return;
+  if (!p.separate_master || !keeps_compute_copies() || range.empty()) return;
   const auto in = kernel_dtype(p.master_dtype), out = kernel_dtype(p.compute_dtype);
   const std::byte* from = master(parameter, rank());
   std::byte* to = compute(parameter, rank()) + range.begin * compute_itemsize(parameter);
@@ -268,18 +350,9 @@ void ShardedModel::round_to_compute(int64_t parameter) {
   });
 }
 
-void ShardedModel::widen_to_master(int64_t parameter) {
-  const auto& p = parameters_[parameter];
-  const auto range = owned(parameter, rank());
-  if (p.master_in_compute() || range.empty()) return;
-  kernels::kernels().cast(compute(parameter, rank()) + range.begin * compute_itemsize(parameter),
-                          kernel_dtype(p.compute_dtype), master(parameter, rank()), kernel_dtype(p.master_dtype),
-                          range.size());
-}
-
 MemoryMetrics ShardedModel::memory() const {
   MemoryMetrics memory;
-  memory.parameters = static_cast<int64_t>(compute_bytes_);
+  memory.parameters = gatherer_ ? gatherer_->resident_bytes() : static_cast<int64_t>(compute_bytes_);
   memory.masters = static_cast<int64_t>(master_bytes_[rank()]);
   memory.gradients = static_cast<int64_t>(gradient_bytes_);
   return memory;

@@ -4,7 +4,8 @@
 // dtype, change. Vocabulary: whole: all elements; piece: the elements of a parameter that this rank reduces; owned:
 // those it steps (the piece, or everything when replicated). Invariants: I1 compute copies and masters lie in regions
 // that peers read in place. I2 each parameter starts on 64 bytes.
-//             I3 a master of the same dtype as the compute copy is part of it. I4 padding is never read as a gradient.
+//             I3 a master of the same dtype as the compute copy is part of it, but for ZeRO-3, where masters are all
+//             there is and compute copies come and go (unit_gatherer.h). I4 padding is never read as a gradient.
 // Shapes: offsets in elements unless a name says bytes. Threads: immutable after construction, except the memory
 // itself. Errors: c10::Error from the constructor.
 #pragma once
@@ -19,6 +20,7 @@
 
 #include "plugin/comm/transport.h"
 #include "plugin/engine/module_view.h"
+#include "plugin/engine/unit_gatherer.h"
 #include "plugin/plan/norm_plan.h"
 #include "plugin/plan/shard_plan.h"
 
@@ -37,9 +39,11 @@ struct Parameter {
   int64_t numel = 0;
   int group = -1;                     // optimizer group; -1: the optimizer does not have it, it counts as frozen
   bool low_precision_master = false;  // stepped in the compute dtype
+  bool separate_master = false;       // the master is not a part of the compute copy
   size_t compute_offset = 0;          // bytes, the same on all ranks
   int64_t version = 0;                // the tensor's version when it last agreed with its master
-  bool master_in_compute() const { return compute_dtype == master_dtype || low_precision_master; }
+  // What the optimizer steps.
+  c10::ScalarType stored_dtype() const { return low_precision_master ? compute_dtype : master_dtype; }
 };
 
 class ShardedModel {
@@ -55,6 +59,7 @@ class ShardedModel {
   int rank() const { return transport_->rank(); }
   int world() const { return transport_->size(); }
   bool replicated() const { return options_.stage() == Stage::Replicated; }
+  bool keeps_compute_copies() const { return options_.stage() != Stage::Zero3; }
   const ShardOptions& options() const { return options_; }
   const plan::ShardPlan& plan() const { return plan_; }
   const plan::NormPlan& norm_plan() const { return norm_plan_; }
@@ -65,8 +70,8 @@ class ShardedModel {
 
   plan::Range piece(int64_t parameter, int rank) const { return plan_.piece(parameter, rank).in_parameter; }
   plan::Range owned(int64_t parameter, int rank) const;
-  std::byte* compute(int64_t parameter, int rank) const;        // whole
-  std::byte* master(int64_t parameter, int rank) const;         // of owned(parameter, rank)
+  std::byte* compute(int64_t parameter, int rank) const;        // whole; not in ZeRO-3
+  std::byte* master(int64_t parameter, int rank) const;         // of owned(parameter, rank), in stored_dtype()
   std::byte* gradient(int64_t parameter) const;                 // of owned(parameter, this rank)
   std::byte* peer_gradient(int64_t parameter, int rank) const;  // replicated only
   int64_t master_itemsize(int64_t parameter) const;
@@ -75,9 +80,22 @@ class ShardedModel {
   at::Tensor tensor_over(std::byte* data, at::IntArrayRef sizes, at::IntArrayRef strides, c10::ScalarType dtype) const;
   at::Tensor flat_tensor_over(std::byte* data, int64_t count, c10::ScalarType dtype) const;
 
-  // What the user's tensor shows, in the memory order of the parameter: the tensor itself, or a copy when set_data()
-  // gave it other strides.
-  at::Tensor shown(int64_t parameter) const;
+  // What the user's tensor shows, in the memory order of the parameter: the tensor itself (whole while the result's pin
+  // lives), or a copy when set_data() gave it other strides.
+  struct Shown {
+    PinnedStorage pin;
+    at::Tensor tensor;
+    const std::byte* data() const { return static_cast<const std::byte*>(tensor.const_data_ptr()); }
+  };
+  Shown shown(int64_t parameter) const;
+  // The user's tensor shows something else than what its master says.
+  bool changed(int64_t parameter) const;
+  // Takes over what the tensor shows: master and compute copy, and the tensor's own storage.
+  void adopt(int64_t parameter);
+  // Takes over whole values in stored_dtype(), of which this rank keeps what it owns.
+  void adopt_whole(int64_t parameter, const std::byte* values);
+  // Masters are complete on this rank; all ranks say so equally often, after all of them met. ZeRO-3 gathers anew.
+  void masters_changed();
   // Points the user's tensor at the compute copy (again), with its dtype, storage and shape.
   void attach(int64_t parameter);
   // Points it at other memory of the given dtype (whole parameter, the tensor's strides).
@@ -89,16 +107,20 @@ class ShardedModel {
   // compute copy of elements [range) of the parameter = rounding of this rank's master; nothing to do when the master
   // is part of it.
   void round_to_compute(int64_t parameter);
-  // master of owned = exact widening of the compute copy.
-  void widen_to_master(int64_t parameter);
   MemoryMetrics memory() const;  // parameters, masters, gradients
+  int64_t bytes_gathered() const { return gatherer_ ? gatherer_->bytes_gathered() : 0; }
+  double seconds_gathering() const { return gatherer_ ? gatherer_->seconds() : 0; }
 
  private:
-  void plan_memory(const ModuleView& view, const std::vector<int>& groups);
+  void plan_memory();
   void allocate_memory();
   void claim();
   void release();
+  void make_gatherer();
   void fill_memory();
+  // This rank's part of the master, and the compute copy if there is one, from whole values.
+  void store(int64_t parameter, const std::byte* values, c10::ScalarType dtype);
+  void restore_shape(int64_t parameter, c10::ScalarType dtype);  // and dtype, storage; not what it points to
 
   std::shared_ptr<comm::Transport> transport_;
   std::string name_;
@@ -112,6 +134,7 @@ class ShardedModel {
   size_t compute_bytes_ = 0, gradient_bytes_ = 0;
   std::vector<size_t> master_bytes_;  // [rank]
   std::shared_ptr<comm::Region> compute_region_, master_region_, gradient_region_;
+  std::shared_ptr<UnitGatherer> gatherer_;  // ZeRO-3
 };
 
 // A sharded optimizer has this tensor already.

@@ -227,7 +227,7 @@ bool fused_step(const FusedStepCall& call) {
                   range.empty() ? 0 : range.size(),
                   {},
                   call.factors};
-      if (!parameter.master_in_compute() && shard.count > 0) {
+      if (parameter.separate_master && call.model.keeps_compute_copies() && shard.count > 0) {
         shard.copy = {call.model.compute(p, call.model.rank()) + range.begin * 2,
                       engine::kernel_dtype(parameter.compute_dtype)};
       }

@@ -22,10 +22,13 @@ namespace {
 
 void validate(const ShardOptions& options) {
   const int stage = static_cast<int>(options.stage());
-  TORCH_CHECK(stage >= 0 && stage <= 2, "ShardOptions.stage is ", stage,
-              "; expected Stage::Replicated (0), Zero1 (1) or Zero2 (2)");
+  TORCH_CHECK(stage >= 0 && stage <= 3, "ShardOptions.stage is ", stage,
+              "; expected Stage::Replicated (0), Zero1 (1), Zero2 (2) or Zero3 (3)");
   TORCH_CHECK(options.bucket_bytes() >= 1, "ShardOptions.bucket_bytes is ", options.bucket_bytes(),
               "; expected at least 1");
+  TORCH_CHECK(options.unit_bytes() >= 1, "ShardOptions.unit_bytes is ", options.unit_bytes(), "; expected at least 1");
+  TORCH_CHECK(options.resident_bytes().value_or(0) >= 0, "ShardOptions.resident_bytes is ",
+              options.resident_bytes().value_or(0), "; expected 0 or more");
   if (const auto divisor = options.gradient_divide_factor()) {
     TORCH_CHECK(
         std::isfinite(*divisor) && static_cast<float>(*divisor) != 0.0f && std::isfinite(static_cast<float>(*divisor)),
@@ -42,13 +45,15 @@ void validate(const ShardOptions& options) {
 
 std::string describe(const ShardOptions& options) {
   std::ostringstream text;
-  text << "stage " << static_cast<int>(options.stage()) << " bucket_bytes " << options.bucket_bytes() << " overlap "
+  text << "stage " << static_cast<int>(options.stage()) << " unit_bytes " << options.unit_bytes() << " resident_bytes "
+       << options.resident_bytes().value_or(-1) << " bucket_bytes " << options.bucket_bytes() << " overlap "
        << options.overlap() << " gradient_divide_factor ";
   if (options.gradient_divide_factor()) text << std::hexfloat << *options.gradient_divide_factor() << std::defaultfloat;
   text << " skip_nonfinite_steps " << options.skip_nonfinite_steps() << " low_precision_master "
        << options.low_precision_master() << " param_dtype ";
   if (options.mp_policy().param_dtype()) text << c10::toString(*options.mp_policy().param_dtype());
   for (const auto& name : options.mp_policy().full_precision_modules()) text << " full precision " << name;
+  for (const auto& name : options.units()) text << " unit " << name;
   return text.str();
 }
 
@@ -93,6 +98,7 @@ void Session::agree(const engine::ModuleView& view, const std::string& name) {
     TORCH_CHECK(inner_ != nullptr, "the optimizer is null");
     kind_ = require_elementwise(*inner_, options_.assume_elementwise());
     engine::check_shardable(view);
+    if (options_.stage() == Stage::Zero3) engine::check_units(view, options_);
     std::unordered_map<c10::TensorImpl*, size_t> index;
     for (size_t i = 0; i < view.parameters.size(); ++i) index[view.parameters[i].tensor.unsafeGetTensorImpl()] = i;
     for (size_t g = 0; g < inner_->param_groups().size(); ++g) {
@@ -145,7 +151,11 @@ void Session::agree(const engine::ModuleView& view, const std::string& name) {
 void Session::spread_initial_values(const engine::ModuleView& view) {
   if (transport_->size() == 1) return;
   std::vector<at::Tensor> tensors;
-  for (const auto& p : view.parameters) tensors.push_back(flat(p.tensor));
+  std::vector<engine::PinnedStorage> whole;  // another optimizer may have freed them
+  for (const auto& p : view.parameters) {
+    whole.emplace_back(p.tensor.storage().unsafeGetStorageImpl());
+    tensors.push_back(flat(p.tensor));
+  }
   for (const auto& b : view.buffers) tensors.push_back(b.tensor.detach());
   uint64_t digest = plan::digest(nullptr, 0);
   for (const auto& tensor : tensors) {

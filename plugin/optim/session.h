@@ -84,7 +84,6 @@ class Session {
   void agree_on_changes(const char* operation);         // collective
   uint64_t contents_digest() const;                     // of what the parameters show
   bool shows_masters(int64_t parameter) const;          // under a guard: nothing was cast or reshaped
-  void keep_shown(int64_t parameter);                   // leaving a guard
   bool check_finite(bool unscale);
   void prepare_step();
   void apply_step();

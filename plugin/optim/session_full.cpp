@@ -37,7 +37,7 @@ uint64_t Session::contents_digest() const {
   for (int64_t p = 0; p < model_->size(); ++p) {
     if (!shows_masters(p) || !model_->manages(p)) continue;
     const auto values = model_->shown(p);
-    digest = plan::digest(values.const_data_ptr(), static_cast<int64_t>(values.nbytes()), digest);
+    digest = plan::digest(values.data(), static_cast<int64_t>(values.tensor.nbytes()), digest);
   }
   return digest | 1;
 }
@@ -46,7 +46,7 @@ bool Session::shows_masters(int64_t p) const {
   const auto& parameter = model_->parameters()[p];
   return parameter.tensor.sizes() == parameter.sizes &&
          parameter.tensor.scalar_type() ==
-             (parameter.master_in_compute() ? parameter.compute_dtype : parameter.master_dtype);
+             (parameter.separate_master ? parameter.stored_dtype() : parameter.compute_dtype);
 }
 
 // Ranks whose parameters differ may enter: a guard is where that is put right. Each then sees its own values, as far as
@@ -57,13 +57,24 @@ void Session::enter_full() {
     return;
   }
   diverged_ = !exchange_changes("enter full parameters").empty();
-  adopt_changes();
+  if (diverged_ && !model_->keeps_compute_copies()) {
+    // What others have written must not show here: the masters are read before they take it over.
+    full_ = publisher_->gather_masters(true);
+    for (int64_t p = 0; p < model_->size(); ++p) {
+      if (!model_->manages(p) || !model_->changed(p)) continue;
+      const auto values = model_->shown(p);
+      full_[p].copy_(values.tensor);
+    }
+    adopt_changes();
+  } else {
+    adopt_changes();
+    full_ = publisher_->gather_masters(true);
+  }
   if (!diverged_) guard_digest_ = 0;
-  full_ = publisher_->gather_masters(true);
   for (int64_t p = 0; p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
-    if (parameter.master_in_compute() || parameter.numel == 0 || !model_->manages(p)) continue;
-    if (diverged_) {
+    if (!parameter.separate_master || parameter.numel == 0 || !model_->manages(p)) continue;
+    if (diverged_ && model_->keeps_compute_copies()) {
       auto* whole = static_cast<std::byte*>(full_[p].data_ptr());
       const auto range = model_->owned(p, model_->rank());
       kernels::kernels().cast(model_->compute(p, model_->rank()), engine::kernel_dtype(parameter.compute_dtype), whole,
@@ -78,33 +89,11 @@ void Session::enter_full() {
                       at::DataPtr(
                           full_[p].data_ptr(), keep, [](void* context) { delete static_cast<Keep*>(context); },
                           c10::Device(c10::kCPU)),
-                      parameter.master_dtype);
+                      parameter.stored_dtype());
   }
   full_.clear();
   entered_digest_ = contents_digest();
   ++full_depth_;
-}
-
-// A parameter that was cast or reshaped under the guard keeps its master; changes_digest() says so to all ranks.
-void Session::keep_shown(int64_t p) {
-  auto& parameter = model_->parameters()[p];
-  const auto whole = model_->shown(p);
-  const auto* values = static_cast<const std::byte*>(whole.const_data_ptr());
-  auto* compute = model_->compute(p, model_->rank());
-  if (!parameter.master_in_compute()) {
-    const int64_t item = model_->master_itemsize(p);
-    const auto range = model_->owned(p, model_->rank());
-    if (!range.empty())
-      std::memcpy(model_->master(p, model_->rank()), values + range.begin * item,
-                  static_cast<size_t>(range.size() * item));
-    kernels::kernels().cast(values, engine::kernel_dtype(parameter.master_dtype), compute,
-                            engine::kernel_dtype(parameter.compute_dtype), parameter.numel);
-    model_->attach(p);
-  } else if (!model_->attached(p)) {  // replaced under the guard
-    std::memcpy(compute, values, static_cast<size_t>(parameter.numel * model_->compute_itemsize(p)));
-    model_->attach(p);
-  }
-  parameter.version = parameter.tensor._version();
 }
 
 void Session::leave_full() {
@@ -112,8 +101,12 @@ void Session::leave_full() {
   const uint64_t digest = contents_digest();
   if (digest != entered_digest_ || diverged_) guard_digest_ = digest;
   for (int64_t p = 0; p < model_->size(); ++p) {
-    if (model_->parameters()[p].numel > 0 && model_->manages(p) && shows_masters(p)) keep_shown(p);
+    // A parameter that was cast or reshaped under the guard keeps its master; changes_digest() says so to all ranks.
+    if (model_->parameters()[p].numel == 0 || !model_->manages(p) || !shows_masters(p)) continue;
+    const auto values = model_->shown(p);
+    model_->adopt_whole(p, values.data());
   }
+  model_->masters_changed();
 }
 
 void Session::broadcast_full(int source) {
@@ -123,7 +116,8 @@ void Session::broadcast_full(int source) {
   for (int64_t p = 0; p < model_->size(); ++p) {
     auto& parameter = model_->parameters()[p];
     if (parameter.numel == 0) continue;
-    auto whole = model_->shown(p);
+    const auto shown = model_->shown(p);
+    const auto& whole = shown.tensor;
     std::vector<at::Tensor> one{whole.as_strided({parameter.numel}, {1})};
     c10d::BroadcastOptions options;
     options.rootRank = source;

@@ -70,27 +70,21 @@ uint64_t Session::changes_digest() {
       digest = plan::digest(parameter.name.data(), static_cast<int64_t>(parameter.name.size()), digest | 1);
       continue;
     }
-    if (model_->attached(p) && parameter.tensor._version() == parameter.version) continue;
+    if (!model_->changed(p)) continue;
     digest = plan::digest(parameter.name.data(), static_cast<int64_t>(parameter.name.size()), digest | 1);
-    digest = plan::digest(model_->shown(p).const_data_ptr(), parameter.numel * model_->compute_itemsize(p), digest);
+    digest = plan::digest(model_->shown(p).data(), parameter.numel * model_->compute_itemsize(p), digest);
   }
   return digest;
 }
 
 void Session::adopt_changes() {
+  bool any = diverged_;  // else the same on all ranks
   for (int64_t p = 0; p < model_->size(); ++p) {
-    auto& parameter = model_->parameters()[p];
-    if (!model_->manages(p)) continue;
-    const bool attached = parameter.numel == 0 || model_->attached(p);
-    if (attached && parameter.tensor._version() == parameter.version) continue;
-    if (!attached) {
-      std::memcpy(model_->compute(p, model_->rank()), model_->shown(p).const_data_ptr(),
-                  static_cast<size_t>(parameter.numel * model_->compute_itemsize(p)));
-      model_->attach(p);
-    }
-    model_->widen_to_master(p);
-    parameter.version = parameter.tensor._version();
+    if (!model_->manages(p) || !model_->changed(p)) continue;
+    model_->adopt(p);
+    any = true;
   }
+  if (any) model_->masters_changed();
 }
 
 void Session::finish_reduction() {
@@ -317,10 +311,10 @@ Metrics Session::metrics() const {
   const auto& counters = reducer_->counters();
   metrics.loss_scale = reducer_->scale() != 0 ? reducer_->scale() : 1.0;
   metrics.bytes_reduced = counters.bytes_reduced;
-  metrics.bytes_gathered = counters.bytes_gathered + publisher_->bytes_gathered();
+  metrics.bytes_gathered = counters.bytes_gathered + publisher_->bytes_gathered() + model_->bytes_gathered();
   metrics.collectives = static_cast<int64_t>(reducer_->channel().messages());
   metrics.seconds_waited = reducer_->channel().seconds_waited();
-  metrics.seconds_communicating = counters.seconds_communicating + publisher_->seconds();
+  metrics.seconds_communicating = counters.seconds_communicating + publisher_->seconds() + model_->seconds_gathering();
   metrics.passes = reducer_->passes();
   metrics.intra_op_threads = at::get_num_threads();
   metrics.memory = model_->memory();

@@ -18,6 +18,7 @@ enum class Stage : int {
   Replicated = 0,  // nothing: gradients are reduced in shards and gathered, every rank steps everything
   Zero1 = 1,       // optimizer state and master weights; one pass of gradients stays whole until it is reduced
   Zero2 = 2,       // and gradients: each bucket of gradients is freed as soon as it is reduced
+  Zero3 = 3,       // and parameters: a unit is whole only while operators use it
 };
 
 // The dtype of forward and backward. The optimizer works on fp32 masters in any case.
@@ -41,6 +42,12 @@ struct TRUESHARD_API ShardOptions {
   // true: a non-finite gradient on any rank makes step() skip on all ranks (counted in metrics()). false: step()
   // applies what it is given.
   TORCH_ARG(bool, skip_nonfinite_steps) = false;
+  // Zero3: what is made whole together. Modules named here (as in named_modules()) are a unit each, with everything
+  // below them that is not named too; elsewhere the largest modules of at most unit_bytes (of the compute dtype) are.
+  TORCH_ARG(std::vector<std::string>, units);
+  TORCH_ARG(int64_t, unit_bytes) = int64_t{8} << 20;
+  // Zero3: units stay whole after their use as far as this many bytes go. Unset: twice the largest unit.
+  TORCH_ARG(std::optional<int64_t>, resident_bytes);
   // true: 16-bit parameters are stepped in their own dtype, without fp32 masters. The updates of small steps are then
   // lost.
   TORCH_ARG(bool, low_precision_master) = false;
