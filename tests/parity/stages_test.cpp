@@ -19,9 +19,12 @@ struct Recipe {
   int64_t bucket_bytes = 1 << 20;
   bool overlap = true;
   int steps = 4;
+  int64_t unit_bytes = 600;                              // ZeRO-3: several units
+  std::optional<int64_t> resident_bytes = std::nullopt;  // ZeRO-3
 };
 ShardOptions options_of(const Recipe& run) {
   auto options = ShardOptions().stage(run.stage).bucket_bytes(run.bucket_bytes).overlap(run.overlap);
+  options.unit_bytes(run.unit_bytes).resident_bytes(run.resident_bytes);
   if (run.mixed) options.mp_policy(MixedPrecisionPolicy().param_dtype(torch::kBFloat16));
   return options;
 }
@@ -102,7 +105,7 @@ TEST_P(ARealModelOn, HasTheSameBitsInEveryStage) {
   for (const bool mixed : {false, true}) {
     const auto expected = on_threads(GetParam(), {.stage = Stage::Replicated, .mixed = mixed});
     EXPECT_FALSE(expected.empty());
-    for (const auto stage : {Stage::Zero1, Stage::Zero2})
+    for (const auto stage : {Stage::Zero1, Stage::Zero2, Stage::Zero3})
       EXPECT_EQ(on_threads(GetParam(), {.stage = stage, .mixed = mixed}), expected) << "mixed " << mixed;
   }
 }
@@ -111,9 +114,25 @@ TEST(ARealModel, HasTheSameBitsForEveryBucketSizeAndMode) {
   const auto expected = on_threads(3, {.stage = Stage::Replicated, .mixed = true});
   for (const int64_t bucket_bytes : {int64_t{1}, int64_t{64}, int64_t{1000}, int64_t{1} << 40}) {
     for (const bool overlap : {false, true}) {
-      for (const auto stage : {Stage::Zero1, Stage::Zero2}) {
-        EXPECT_EQ(on_threads(3, {stage, true, bucket_bytes, overlap}), expected)
+      for (const auto stage : {Stage::Zero1, Stage::Zero2, Stage::Zero3}) {
+        EXPECT_EQ(on_threads(3, {.stage = stage, .mixed = true, .bucket_bytes = bucket_bytes, .overlap = overlap}),
+                  expected)
             << "bucket " << bucket_bytes << " overlap " << overlap;
+      }
+    }
+  }
+}
+
+TEST(ARealModel, HasTheSameBitsForEveryUnitSizeAndResidencyBudget) {
+  for (const bool mixed : {false, true}) {
+    const auto expected = on_threads(3, {.stage = Stage::Replicated, .mixed = mixed});
+    for (const int64_t unit_bytes : {int64_t{1}, int64_t{600}, int64_t{1} << 40}) {
+      for (const int64_t resident_bytes : {int64_t{0}, int64_t{2500}, int64_t{1} << 40}) {
+        EXPECT_EQ(
+            on_threads(
+                3, {.stage = Stage::Zero3, .mixed = mixed, .unit_bytes = unit_bytes, .resident_bytes = resident_bytes}),
+            expected)
+            << "unit " << unit_bytes << " budget " << resident_bytes;
       }
     }
   }
@@ -163,7 +182,8 @@ TEST(FieldCase01, BucketSizesOverlapAndRepeatsGiveOneDigest) {
       std::mutex mutex;
       for (const int64_t elements : {int64_t{1}, int64_t{8}, int64_t{64}, int64_t{1} << 30}) {
         for (const bool overlap : {false, true}) {
-          const Recipe run{Stage::Zero2, false, elements * static_cast<int64_t>(c10::elementSize(dtype)), overlap};
+          const Recipe run{.bucket_bytes = elements * static_cast<int64_t>(c10::elementSize(dtype)),
+                           .overlap = overlap};
           const auto results = run_threads(world, [&](int, const Group& group) {
             const auto each = repeated_gradients(group, dtype, run);
             const std::lock_guard<std::mutex> lock(mutex);
@@ -218,7 +238,7 @@ TEST(Timing, TwoHundredSeedsOfDelaysAndPoisonGiveOneDigest) {
   const auto calm = run(Stage::Zero2, 16);
   for (uint64_t seed = 1; seed <= 200; ++seed) {
     const Chaos chaos(seed);
-    const auto stage = all_stages()[seed % 3];
+    const auto stage = all_stages()[seed % 4];
     ASSERT_EQ(run(stage, seed % 2 ? 16 : 1 << 20), calm) << "seed " << seed;
   }
 }

@@ -69,14 +69,14 @@ inline torch::Tensor tree(const std::vector<torch::Tensor>& leaves) { return tre
 inline bool same_bits(const torch::Tensor& a, const torch::Tensor& b) {
   if (a.defined() != b.defined()) return false;
   if (!a.defined()) return true;
-  const auto x = a.detach().contiguous(), y = b.detach().contiguous();
+  const auto x = a.detach().clone(at::MemoryFormat::Contiguous), y = b.detach().clone(at::MemoryFormat::Contiguous);
   return x.scalar_type() == y.scalar_type() && x.numel() == y.numel() &&
          (x.numel() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0);
 }
 inline uint64_t digest(const std::vector<torch::Tensor>& tensors) {
   uint64_t hash = 14695981039346656037ull;
   for (const auto& tensor : tensors) {
-    const auto bytes = tensor.detach().contiguous();
+    const auto bytes = tensor.detach().clone(at::MemoryFormat::Contiguous);  // an operator: ZeRO-3 makes it whole
     const auto* data = static_cast<const unsigned char*>(bytes.const_data_ptr());
     for (size_t i = 0; i < bytes.nbytes(); ++i) hash = (hash ^ data[i]) * 1099511628211ull;
   }
@@ -110,7 +110,7 @@ inline torch::Tensor whole_gradient(ShardedOptimizer& optimizer, size_t i) {
 }
 
 inline const std::vector<Stage>& all_stages() {
-  static const std::vector<Stage> stages{Stage::Replicated, Stage::Zero1, Stage::Zero2};
+  static const std::vector<Stage> stages{Stage::Replicated, Stage::Zero1, Stage::Zero2, Stage::Zero3};
   return stages;
 }
 
