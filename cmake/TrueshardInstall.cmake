@@ -6,6 +6,11 @@ set(TRUESHARD_CMAKE_DIR ${CMAKE_INSTALL_LIBDIR}/cmake/trueshard)
 
 # $ORIGIN first, so that libraries copied beside it win over the folder of the torch that it was built against.
 set_target_properties(trueshard PROPERTIES INSTALL_RPATH "$ORIGIN;${TRUESHARD_TORCH_DIR}/lib")
+if(SKBUILD)  # a wheel holds no links, and lies beside torch
+  set_target_properties(trueshard PROPERTIES INSTALL_RPATH "$ORIGIN;$ORIGIN/../../torch/lib")
+  set_property(TARGET trueshard PROPERTY VERSION)
+  set_property(TARGET trueshard PROPERTY SOVERSION)
+endif()
 
 install(TARGETS trueshard EXPORT trueshardTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/plugin/include/trueshard DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}

@@ -9,10 +9,16 @@ if(NOT TRUESHARD_TORCH_DIR)
   if(NOT Python3_EXECUTABLE)
     find_program(Python3_EXECUTABLE NAMES python3 python REQUIRED)
   endif()
-  execute_process(
-    COMMAND "${Python3_EXECUTABLE}" -c
-      "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s else '')"
-    OUTPUT_VARIABLE TRUESHARD_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE _trueshard_rc)
+  # Second try: without PYTHONPATH, by which pip hides the environment from a build; its torch is the one to build against.
+  foreach(_trueshard_flag -B -E)
+    execute_process(
+      COMMAND "${Python3_EXECUTABLE}" ${_trueshard_flag} -c
+        "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s else '')"
+      OUTPUT_VARIABLE TRUESHARD_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE _trueshard_rc)
+    if(TRUESHARD_TORCH_DIR)
+      break()
+    endif()
+  endforeach()
   if(NOT _trueshard_rc EQUAL 0 OR NOT TRUESHARD_TORCH_DIR)
     message(FATAL_ERROR
       "trueshard: ${Python3_EXECUTABLE} has no torch package. "
@@ -30,7 +36,7 @@ endif()
 file(STRINGS "${_trueshard_version_file}" _trueshard_version_line REGEX "^__version__")
 string(REGEX REPLACE ".*['\"]([^'\"]+)['\"].*" "\\1" TRUESHARD_TORCH_VERSION "${_trueshard_version_line}")
 
-foreach(_library c10 torch_cpu torch)
+foreach(_library c10 torch_cpu torch torch_python)
   if(NOT TARGET trueshard::${_library})
     add_library(trueshard::${_library} SHARED IMPORTED GLOBAL)
     set_target_properties(trueshard::${_library} PROPERTIES
@@ -44,4 +50,5 @@ set_target_properties(trueshard::torch_cpu PROPERTIES
   INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO;NDEBUG"
   INTERFACE_INCLUDE_DIRECTORIES "${TRUESHARD_TORCH_DIR}/include;${TRUESHARD_TORCH_DIR}/include/torch/csrc/api/include"
   INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${TRUESHARD_TORCH_DIR}/include;${TRUESHARD_TORCH_DIR}/include/torch/csrc/api/include")
+set_target_properties(trueshard::torch_python PROPERTIES INTERFACE_LINK_LIBRARIES trueshard::torch_cpu)
 set_target_properties(trueshard::torch PROPERTIES INTERFACE_LINK_LIBRARIES trueshard::torch_cpu)

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "plugin/comm/backend.h"
 
+#include <unistd.h>
+
 #include "plugin/comm/backend_class.h"
 #include "plugin/comm/errors.h"
 #include "plugin/comm/names.h"
+#include "plugin/comm/torch_version.h"
 #include "plugin/observe/trace.h"
 
 namespace trueshard::comm {
@@ -26,22 +29,44 @@ Backend::Backend(std::shared_ptr<Transport> transport, std::chrono::milliseconds
     : c10d::Backend(transport->rank(), transport->size()),
       transport_(std::move(transport)),
       conduit_(std::make_unique<Conduit>(transport_)),
-      options_(c10::make_intrusive<BackendOptions>(timeout)) {
+      options_(c10::make_intrusive<BackendOptions>(timeout)),
+      process_(::getpid()),
+      transfers_(std::make_unique<PointToPoint>(transport_)) {
   options_->group_name = transport_->group_name();
   init();
 }
 
+bool Backend::forked() const noexcept { return ::getpid() != process_; }
+
+// A forked child has neither the worker nor a place among the ranks: it leaves everything as it is.
+void Backend::abandon() noexcept {
+  queue_.abandon();
+  transfers_->abandon();
+  new std::unique_ptr<Conduit>(std::move(conduit_));
+  new std::shared_ptr<Transport>(std::move(transport_));
+}
+
 Backend::~Backend() {
+  if (forked()) {
+    abandon();
+    return;
+  }
   // An operation under way waits for other ranks; it is ended, so that the worker can be joined without waiting for
   // them.
-  queue_.stop(std::make_exception_ptr(c10::DistBackendError(
+  const auto destroyed = std::make_exception_ptr(c10::DistBackendError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-      where(rank_, size_, transport_->group_name()) + ": the group was destroyed before this operation began")));
+      where(rank_, size_, transport_->group_name()) + ": the group was destroyed before this operation began"));
+  queue_.stop(destroyed);
+  transfers_->stop(destroyed);
   if (!queue_.idle()) {
     transport_->fail(where(rank_, size_, transport_->group_name()) +
                      ": the group was destroyed while an operation was under way; "
                      "wait() for the work that the last calls returned before letting the group go");
   }
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
+  return c10::make_intrusive<BackendOptions>(*options_);
 }
 
 void Backend::setTimeout(std::chrono::milliseconds timeout) {
@@ -54,23 +79,37 @@ c10d::ErrorType Backend::getError() {
 }
 
 void Backend::shutdown() {
+  if (forked()) return;
   queue_.wait_until_complete();
-  queue_.stop(std::make_exception_ptr(
-      c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-                            where(rank_, size_, transport_->group_name()) +
-                                ": the group was shut down; make a new group for further calls")));
+  transfers_->wait_until_complete();
+  const auto down = std::make_exception_ptr(c10::DistBackendError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+      where(rank_, size_, transport_->group_name()) + ": the group was shut down; make a new group for further calls"));
+  queue_.stop(down);
+  transfers_->stop(down);
 }
 
-void Backend::abort() { transport_->fail(where(rank_, size_, transport_->group_name()) + ": abort() was called"); }
+void Backend::abort() {
+  if (forked()) return;
+  transport_->fail(where(rank_, size_, transport_->group_name()) + ": abort() was called");
+}
+
+void Backend::check_usable(const char* call) const {
+  TORCH_CHECK(!forked(), where(rank_, size_, transport_->group_name()), " ", call, ": process ", ::getpid(),
+              " was forked from the one that made the group and is no rank of it; make a new group there, or start "
+              "processes with the method 'spawn'");
+  transport_->throw_if_failed();
+}
 
 WorkPtr Backend::start(Request request) {
-  transport_->throw_if_failed();
+  check_usable(request.name);
   ++sequence_;
   if (request.timeout.count() > 0) request.call.timeout = request.timeout;
   const std::string title = std::string("trueshard:") + request.name;
   auto work = c10::make_intrusive<CollectiveWork>(rank_, request.type, title.c_str(), request.inputs, request.outputs);
   work->sequence = sequence_;
-  const bool async = request.async;
+  const bool async = request.async || coalescing_;
+  if (coalescing_) coalesced_.push_back(work);
   auto shared = std::make_shared<Request>(std::move(request));
   work->operation = [this, shared, sequence = sequence_] { execute(*shared, sequence); };
   if (async) {
@@ -120,8 +159,17 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& options) {
   return start(std::move(request));
 }
 
+// Every rank that did not come is named, whatever wait_all_ranks says: nothing is saved by naming one only.
+void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool /*wait_all_ranks*/) {
+  Request request{c10d::OpType::BARRIER, "monitored_barrier", options.timeout, false};
+  request.call.fingerprint = Fingerprint::of("monitored_barrier");
+  request.run = [](Conduit& conduit, const CollectiveCall& call) { conduit.barrier(call); };
+  start(std::move(request))->wait();
+}
+
 c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                const std::string& group_name, std::chrono::milliseconds timeout) {
+  require_compatible_torch();
   TORCH_CHECK(size <= kMostRanks, where(rank, size, group_name), ": a group has at most ", kMostRanks,
               " ranks in this version");
   return c10::make_intrusive<Backend>(connect(store, rank, size, group_name, timeout), timeout);

@@ -13,14 +13,20 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <trueshard/export.h>
+
 #include "plugin/comm/transport.h"
 
 namespace trueshard::comm {
 
 class Backend;  // c10d::Backend subclass, in backend.cpp's private header
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                               const std::string& group_name, std::chrono::milliseconds timeout);
+TRUESHARD_API c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                             int size, const std::string& group_name,
+                                                             std::chrono::milliseconds timeout);
+// How destructors of this library wait for their own threads. A binding to a language with a global lock gives it up
+// meanwhile: a callback on such a thread may want it.
+TRUESHARD_API void set_blocking_call(void (*call)(void (*function)(void*), void* argument)) noexcept;
 // The transport under a process group made by trueshard; throws c10::Error naming init_process_group when it is another
 // backend's.
 std::shared_ptr<Transport> transport_of(const c10d::ProcessGroup& group);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "plugin/comm/conduit.h"
+#include "plugin/comm/point_to_point.h"
 #include "plugin/comm/torch_compat.h"
 #include "plugin/comm/work.h"
 
@@ -25,7 +26,10 @@ class Backend final : public c10d::Backend {
   const std::shared_ptr<Transport>& transport() const { return transport_; }
 
   const std::string getBackendName() const override { return "trueshard"; }
-  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  // A copy: c10d writes into what it gets here when it splits a group.
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override;
+  bool supportsSplitting() const override { return true; }
+  bool supportsCoalescing() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}  // every rank counts its calls; all start at 0
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
@@ -54,7 +58,17 @@ class Backend final : public c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr send(Tensors& tensors, int to, int tag) override;
+  WorkPtr recv(Tensors& tensors, int from, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  // What is called between the two starts at once, as if it were asynchronous; the work of the end waits for all of it.
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
 
  private:
   // What all calls have in common. `refusal` (not empty: why this rank cannot) decides between `run` and refusing.
@@ -74,12 +88,21 @@ class Backend final : public c10d::Backend {
   WorkPtr start_all_reduce(Request request, const Tensors& tensors, const c10d::ReduceOp& op);
   WorkPtr start_reduce_scatter(Request request, const std::vector<Tensors>& inputs, const Tensors& outputs,
                                const c10d::ReduceOp& op);
+  WorkPtr start_transfer(Transfer transfer, const Tensors& tensors);
+  void check_usable(const char* call) const;
   WorkPtr start_all_gather(Request request, const Tensors& inputs, const std::vector<Tensors>& outputs);
+
+  bool forked() const noexcept;
+  void abandon() noexcept;
 
   std::shared_ptr<Transport> transport_;
   std::unique_ptr<Conduit> conduit_;
   c10::intrusive_ptr<BackendOptions> options_;
   uint64_t sequence_ = 0;
+  int64_t process_;  // that made it
+  bool coalescing_ = false;
+  std::vector<c10::intrusive_ptr<CollectiveWork>> coalesced_;
+  std::unique_ptr<PointToPoint> transfers_;
   WorkQueue queue_;  // last: its worker ends before anything it uses
 };
 

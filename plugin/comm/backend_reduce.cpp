@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "plugin/comm/backend_class.h"
+#include "plugin/comm/sparse_reduce.h"
 #include "plugin/comm/tensors.h"
 
 namespace trueshard::comm {
@@ -91,7 +92,24 @@ WorkPtr Backend::start_all_reduce(Request request, const Tensors& given, const c
   return start(std::move(request));
 }
 
+WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  Request request{c10d::OpType::_ALLREDUCE_SPARSE, "allreduce", options.timeout, options.asyncOp};
+  request.inputs = tensors;
+  request.outputs = tensors;
+  request.refusal =
+      first_of({tensors.size() == 1 ? std::string() : std::to_string(tensors.size()) + " sparse tensors, expected 1",
+                refuse_any(tensors, refuse_sparse)});
+  describe("allreduce", tensors, options.reduceOp, &request.call, &request.refusal);
+  if (request.refusal.empty()) request.call.fingerprint.detail ^= sparse_digest(tensors[0]);
+  request.run = [tensors](Conduit& conduit, const CollectiveCall& call) {
+    all_reduce_sparse(conduit, call, tensors[0]);
+  };
+  return start(std::move(request));
+}
+
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (!tensors.empty() && tensors[0].defined() && tensors[0].layout() == c10::kSparse)
+    return allreduce_sparse(tensors, options);
   return start_all_reduce({c10d::OpType::ALLREDUCE, "allreduce", options.timeout, options.asyncOp}, tensors,
                           options.reduceOp);
 }

@@ -152,6 +152,14 @@ void post(Flag& flag, uint64_t number) {
   }
 }
 
+void ring(Flag& flag) {
+  flag.cpu.store(sched_getcpu(), std::memory_order_relaxed);
+  uint32_t word = flag.word.load(std::memory_order_relaxed);
+  while (!flag.word.compare_exchange_weak(word, (word & ~1u) + 2u, std::memory_order_acq_rel)) {
+  }
+  if ((word & 1u) != 0) futex(flag, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
 void wake(Flag& flag) {
   if ((flag.word.load(std::memory_order_acquire) & 1u) != 0) futex(flag, FUTEX_WAKE, INT_MAX, nullptr);
 }

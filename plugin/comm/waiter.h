@@ -28,6 +28,8 @@ inline bool reached(const Flag& flag, uint64_t number) {
   return reached_word(flag.word.load(std::memory_order_acquire), number);
 }
 void post(Flag& flag, uint64_t number);
+// The next number, whoever rings: for flags that have several posters and are never post()ed.
+void ring(Flag& flag);
 // Lets sleepers look at their `give_up` again; changes no number.
 void wake(Flag& flag);
 

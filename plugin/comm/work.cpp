@@ -3,9 +3,12 @@
 
 #include <pthread.h>
 
+#include <atomic>
+
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 
+#include "plugin/comm/backend.h"
 #include "plugin/comm/waiter.h"
 
 namespace trueshard::comm {
@@ -84,15 +87,45 @@ void CollectiveWork::complete(std::exception_ptr error) {
   if (future) complete_future(future, error);
 }
 
-WorkQueue::~WorkQueue() {
-  stop(std::make_exception_ptr(
-      std::runtime_error("trueshard: the process group was destroyed before this operation began")));
-  if (worker_.joinable()) worker_.join();
+int CollectiveWork::sourceRank() const {
+  TORCH_CHECK(source >= 0, "trueshard: only work that received something has a source rank");
+  return source;
 }
 
-// Called with running_ set; clears it before the work is seen to be complete: whoever has waited for the last work
+namespace {
+std::atomic<void (*)(void (*)(void*), void*)> blocking_call{nullptr};
+}  // namespace
+
+void set_blocking_call(void (*call)(void (*function)(void*), void* argument)) noexcept { blocking_call = call; }
+
+void join_quietly(std::thread* thread) {
+  if (!thread->joinable()) return;
+  if (thread->get_id() == std::this_thread::get_id()) return thread->detach();
+  const auto join = [](void* argument) { static_cast<std::thread*>(argument)->join(); };
+  if (const auto call = blocking_call.load()) {
+    call(join, thread);
+  } else {
+    join(thread);
+  }
+}
+
+WorkQueue::WorkQueue() : state_(std::make_shared<State>()) {}
+
+WorkQueue::~WorkQueue() {
+  if (!state_) return;
+  stop(std::make_exception_ptr(
+      std::runtime_error("trueshard: the process group was destroyed before this operation began")));
+  join_quietly(&worker_);
+}
+
+void WorkQueue::abandon() noexcept {
+  new std::shared_ptr<State>(std::move(state_));  // its condition variable may have a waiter that will never leave
+  if (worker_.joinable()) worker_.detach();
+}
+
+// Called with running set; clears it before the work is seen to be complete: whoever has waited for the last work
 // finds the queue idle and may let the group go.
-void WorkQueue::run(CollectiveWork& work) {
+void WorkQueue::run(State& state, CollectiveWork& work) {
   std::exception_ptr error;
   try {
     work.operation();
@@ -100,88 +133,89 @@ void WorkQueue::run(CollectiveWork& work) {
     error = std::current_exception();
   }
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    running_ = false;
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    state.running = false;
   }
-  changed_.notify_all();
+  state.changed.notify_all();
   work.complete(error);
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    --incomplete_;
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    --state.incomplete;
   }
-  changed_.notify_all();
+  state.changed.notify_all();
 }
 
 void WorkQueue::start(const c10::intrusive_ptr<CollectiveWork>& work) {
   std::exception_ptr stopped;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stopped = stopped_;
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    stopped = state_->stopped;
     if (!stopped) enqueue(work);
   }
   if (stopped) work->complete(stopped);
 }
 
 void WorkQueue::enqueue(const c10::intrusive_ptr<CollectiveWork>& work) {
-  waiting_.push_back(work);
-  ++incomplete_;
-  if (!worker_.joinable()) worker_ = std::thread([this] { run_worker(); });
-  changed_.notify_all();
+  state_->waiting.push_back(work);
+  ++state_->incomplete;
+  if (!worker_.joinable()) worker_ = std::thread([state = state_] { run_worker(*state); });
+  state_->changed.notify_all();
 }
 
 void WorkQueue::start_here_if_idle(const c10::intrusive_ptr<CollectiveWork>& work) {
+  const std::shared_ptr<State> state = state_;  // a callback may destroy the queue
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!stopped_ && !running_ && waiting_.empty()) {
-      running_ = true;
-      ++incomplete_;
-    } else if (!stopped_) {
+    const std::lock_guard<std::mutex> lock(state->mutex);
+    if (!state->stopped && !state->running && state->waiting.empty()) {
+      state->running = true;
+      ++state->incomplete;
+    } else if (!state->stopped) {
       enqueue(work);
       return;
     } else {
-      std::rethrow_exception(stopped_);
+      std::rethrow_exception(state->stopped);
     }
   }
-  run(*work);
+  run(*state, *work);
   if (const std::exception_ptr error = work->exception()) std::rethrow_exception(error);
 }
 
 bool WorkQueue::idle() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return !running_ && waiting_.empty();
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return !state_->running && state_->waiting.empty();
 }
 
 void WorkQueue::wait_until_complete() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [this] { return incomplete_ == 0; });
+  std::unique_lock<std::mutex> lock(state_->mutex);
+  state_->changed.wait(lock, [this] { return state_->incomplete == 0; });
 }
 
 void WorkQueue::stop(std::exception_ptr error) {
   std::deque<c10::intrusive_ptr<CollectiveWork>> dropped;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!stopped_) stopped_ = error;
-    dropped.swap(waiting_);
-    incomplete_ -= static_cast<int64_t>(dropped.size());
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    if (!state_->stopped) state_->stopped = error;
+    dropped.swap(state_->waiting);
+    state_->incomplete -= static_cast<int64_t>(dropped.size());
   }
-  changed_.notify_all();
+  state_->changed.notify_all();
   for (const auto& work : dropped) work->complete(error);
 }
 
-void WorkQueue::run_worker() {
+void WorkQueue::run_worker(State& state) {
   pthread_setname_np(pthread_self(), "trueshard");
   request_time_slice(worker_time_slice_us());
   for (;;) {
     c10::intrusive_ptr<CollectiveWork> work;
     {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return stopped_ || (!running_ && !waiting_.empty()); });
-      if (stopped_) return;
-      work = std::move(waiting_.front());
-      waiting_.pop_front();
-      running_ = true;
+      std::unique_lock<std::mutex> lock(state.mutex);
+      state.changed.wait(lock, [&state] { return state.stopped || (!state.running && !state.waiting.empty()); });
+      if (state.stopped) return;
+      work = std::move(state.waiting.front());
+      state.waiting.pop_front();
+      state.running = true;
     }
-    run(*work);
+    run(state, *work);
   }
 }
 
