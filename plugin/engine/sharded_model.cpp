@@ -272,7 +272,9 @@ void ShardedModel::restore_shape(int64_t parameter, c10::ScalarType dtype) {
 
 void ShardedModel::attach_to(int64_t parameter, at::DataPtr data, c10::ScalarType dtype) {
   if (gatherer_) gatherer_->detach(parameter);
-  parameters_[parameter].storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));
+  auto* storage = parameters_[parameter].storage.unsafeGetStorageImpl();
+  storage->clear_data_ptr_access_error_msg_();  // of a ZeRO-3 optimizer that had the parameter before
+  storage->set_data_ptr_noswap(std::move(data));
   restore_shape(parameter, dtype);
 }
 
