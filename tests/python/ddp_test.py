@@ -89,7 +89,7 @@ def no_sync_and_unused_parameters_work(rank, world):
 @case
 def gradient_hooks_run(rank, world):
     plain = step_of(DistributedDataParallel(net()), rank)
-    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook):
+    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):  # torch wants NCCL for bf16's
         model = DistributedDataParallel(net())
         model.register_comm_hook(None, hook)
         got = step_of(model, rank)

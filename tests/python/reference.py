@@ -4,13 +4,13 @@
 import torch
 
 
-def tree_sum(leaves):
+def tree_sum(leaves, combine=torch.add):
     """The canonical tree: split at the largest power of two below the number of leaves; fp32 (fp64 stays), no rounding."""
     if len(leaves) == 1:
         leaf = leaves[0]
         return leaf if leaf.dtype == torch.float64 else leaf.float()
     half = 1 << ((len(leaves) - 1).bit_length() - 1)
-    return tree_sum(leaves[:half]) + tree_sum(leaves[half:])
+    return combine(tree_sum(leaves[:half], combine), tree_sum(leaves[half:], combine))
 
 
 def tree_mean(leaves):
@@ -18,8 +18,8 @@ def tree_mean(leaves):
 
 
 def same_bits(a, b):
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(-1).view(torch.uint8),
-                                                                      b.contiguous().view(-1).view(torch.uint8))
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
 def net(dtype=torch.float32):
