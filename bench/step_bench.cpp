@@ -68,6 +68,7 @@ void run(int rank, int world, const Store& store, int rounds, int64_t width) {
     runners.push_back(make("replicated", size, group, 0, bf16));
     runners.push_back(make("zero1", size, group, 1, bf16));
     runners.push_back(make("zero2", size, group, 2, bf16));
+    runners.push_back(make("zero3", size, group, 3, bf16));
     std::map<std::string, std::vector<double>> seconds;
     for (int round = 0; round < rounds + 2; ++round) {
       for (auto& runner : runners) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/passes/tensorexpr_fuser.h>
 #include <torch/nn/module.h>
 
 #include <trueshard/sharded_optimizer.h>
@@ -35,6 +36,8 @@ std::unique_ptr<ShardedOptimizer> shard(torch::nn::Module& module, std::unique_p
 std::unique_ptr<ShardedOptimizer> shard(torch::jit::Module& module, std::unique_ptr<torch::optim::Optimizer> optimizer,
                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                         const ShardOptions& options) {
+  // Fused kernels read raw pointers, which no dispatch key sees.
+  if (options.stage() == Stage::Zero3) torch::jit::setTensorExprFuserEnabled(false);
   return make(module, std::move(optimizer), group, options);
 }
 

@@ -97,6 +97,9 @@ void Session::agree(const engine::ModuleView& view, const std::string& name) {
     validate(options_);
     TORCH_CHECK(inner_ != nullptr, "the optimizer is null");
     kind_ = require_elementwise(*inner_, options_.assume_elementwise());
+    TORCH_CHECK(!view.parameters.empty(),
+                "the module has no parameters; shard a TorchScript module before torch::jit::freeze or "
+                "optimize_for_inference, which turn parameters into constants");
     engine::check_shardable(view);
     if (options_.stage() == Stage::Zero3) engine::check_units(view, options_);
     std::unordered_map<c10::TensorImpl*, size_t> index;

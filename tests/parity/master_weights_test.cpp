@@ -28,7 +28,7 @@ void step_with(Toy& module, ShardedOptimizer& optimizer, const std::vector<std::
   optimizer.step();
 }
 std::vector<float> values_of(const torch::Tensor& tensor) {
-  const auto flat = tensor.detach().to(torch::kFloat).contiguous();
+  const auto flat = tensor.detach().clone().to(torch::kFloat).contiguous();
   return {flat.const_data_ptr<float>(), flat.const_data_ptr<float>() + flat.numel()};
 }
 

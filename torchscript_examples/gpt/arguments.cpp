@@ -53,7 +53,7 @@ Setter any(std::string& target) {
 
 std::map<std::string, Setter> setters(Arguments& into) {
   constexpr int64_t kOne = 1, kZero = 0;
-  return {{"stage", choice(into.stage, {"replicated", "zero1", "zero2"})},
+  return {{"stage", choice(into.stage, {"replicated", "zero1", "zero2", "zero3"})},
           {"dtype", choice(into.dtype, {"bf16", "fp32"})},
           {"overlap", on_or_off(into.overlap)},
           {"bucket-bytes", number(into.bucket_bytes, kOne)},
@@ -74,6 +74,7 @@ std::map<std::string, Setter> setters(Arguments& into) {
           {"validate-every", number(into.validate_every, kZero)},
           {"sample", number(into.sample, kZero)},
           {"seed", number(into.seed, uint64_t{0})},
+          {"script", any(into.script)},
           {"corpus", any(into.corpus)},
           {"corpus-bytes", number(into.corpus_bytes, kOne)},
           {"log", any(into.log)}};

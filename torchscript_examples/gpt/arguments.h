@@ -11,7 +11,7 @@ namespace gpt {
 enum class Switch { kOff, kOn };
 
 struct Arguments {
-  std::string stage = "zero2";  // replicated, zero1, zero2
+  std::string stage = "zero2";  // replicated, zero1, zero2, zero3
   std::string dtype = "bf16";   // bf16, fp32
   Switch overlap = Switch::kOn;
   int64_t bucket_bytes = 1 << 20;
@@ -32,6 +32,7 @@ struct Arguments {
   int64_t validate_every = 0;  // 0: never
   int64_t sample = 0;          // bytes of text that rank 0 writes at the end
   uint64_t seed = 1;
+  std::string script;  // TorchScript file to train in place of the torch::nn model
   std::string corpus;
   int64_t corpus_bytes = 16 << 20;
   std::string log;  // JSON; every rank appends its rank to the name

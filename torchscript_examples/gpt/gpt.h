@@ -112,12 +112,4 @@ class GptImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Gpt);
 
-// Mean cross entropy in nats per byte, in fp32 whatever the model computes in. `windows` is int64 [batch, length + 1].
-inline torch::Tensor loss_of(Gpt& model, const torch::Tensor& windows) {
-  const auto length = windows.size(1) - 1;
-  auto logits = model->forward(windows.slice(/*dim=*/1, 0, length));
-  return torch::nn::functional::cross_entropy(logits.flatten(0, 1).to(torch::kFloat),
-                                              windows.slice(/*dim=*/1, 1, length + 1).flatten());
-}
-
 }  // namespace gpt

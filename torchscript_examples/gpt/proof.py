@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs the main job of the example, then the proof: many ways to shard one training run, the same bits.
 
-Needs the program gpt_train and Python's standard library only. Exits 0 when every run ended with the same bits.
+Needs the program gpt_train, and a Python that has torch for the rows of the TorchScript model (script.py). Exits 0 when every run ended with the same bits.
 """
 
 import argparse
@@ -36,17 +36,19 @@ class Row:
     passes: int = 1
     bucket: int = 1 << 20
     overlap: str = "on"
+    script: bool = False  # the TorchScript model in place of the torch::nn one
 
     def name(self):
-        return f"{self.stage}-{self.ranks}x{self.passes}-{self.bucket}-{self.overlap}"
+        return f"{'script-' if self.script else ''}{self.stage}-{self.ranks}x{self.passes}-{self.bucket}-{self.overlap}"
 
 
 def rows(buckets):
     """`buckets`: a larger and a smaller bucket size; both cut the model into several buckets."""
-    stages = ("replicated", "zero1", "zero2")
+    stages = ("replicated", "zero1", "zero2", "zero3")
     table = [Row(stage, bucket=bucket, overlap=overlap)
              for stage in stages for bucket in buckets for overlap in ("on", "off")]
-    return table + [Row("zero2", ranks=2, passes=2, bucket=buckets[0]), Row("zero2", ranks=1, passes=4, bucket=buckets[0])]
+    return table + [Row("zero2", ranks=2, passes=2, bucket=buckets[0]), Row("zero3", ranks=1, passes=4, bucket=buckets[0]),
+                    Row("replicated", bucket=buckets[0], script=True), Row("zero3", bucket=buckets[0], script=True)]
 
 
 class Failure(Exception):
@@ -61,7 +63,16 @@ def free_port():
 
 class Launcher:
     def __init__(self, program, corpus, out):
-        self.program, self.corpus, self.out = program, corpus, out
+        self.program, self.corpus, self.out, self.made = program, corpus, out, set()
+
+    def script(self, model):
+        """The TorchScript file of the model, made when it is first asked for."""
+        file = self.out / "gpt.pt"
+        if file not in self.made:
+            command = [sys.executable, pathlib.Path(__file__).parent / "script.py", file]
+            subprocess.run(command + [str(model[key]) for key in ("width", "heads", "layers", "context")], check=True)
+            self.made.add(file)
+        return file
 
     def run(self, name, ranks, options, live=False):
         """Starts the ranks, waits for all of them and returns their journals. `live`: rank 0 writes to our output."""
@@ -148,7 +159,7 @@ HEADINGS = ("stage", "ranks x passes", "bucket", "overlap", "last loss", "weight
 
 def cells(row, journals):
     mean = {key: sum(journal["memory"][key] for journal in journals) / len(journals) / 1e6 for key in journals[0]["memory"]}
-    return (row.stage, f"{row.ranks} x {row.passes}", f"{row.bucket // KIB} KiB", row.overlap,
+    return (f"script {row.stage}" if row.script else row.stage, f"{row.ranks} x {row.passes}", f"{row.bucket // KIB} KiB", row.overlap,
             f"{journals[0]['steps'][-1]['loss']:.9f}", journals[0]["digest"], f"{mean['ledger']:.2f}",
             f"{mean['formula']:.2f}", f"{mean['process']:.0f}", f"{speed(journals[0]):.0f}")
 
@@ -156,36 +167,38 @@ def cells(row, journals):
 def proof(launcher, model, steps, ways):
     options = {**model, "dtype": "bf16", "steps": steps, "warmup": 4, "growth-interval": 5}
     results, lines = [], []
-    widths = [max(len(heading), width) for heading, width in zip(HEADINGS, (10, 0, 8, 0, 11, 16, 0, 0, 0, 0))]
+    widths = [max(len(heading), width) for heading, width in zip(HEADINGS, (17, 0, 8, 0, 11, 16, 0, 0, 0, 0))]
     for row in [None] + ways:
         if row is None:
             texts = HEADINGS
         else:
+            script = {"script": launcher.script(model)} if row.script else {}
             journals = launcher.run("proof-" + row.name(), row.ranks, {
-                **options, "stage": row.stage, "passes": row.passes, "bucket-bytes": row.bucket, "overlap": row.overlap})
+                **options, "stage": row.stage, "passes": row.passes, "bucket-bytes": row.bucket, "overlap": row.overlap, **script})
             results.append((row, journals))
             texts = cells(row, journals)
         lines.append("  ".join(text.rjust(width) for text, width in zip(texts, widths)))
         print(lines[-1], flush=True)
-    print("MB/rank: held between steps, as metrics() counts it; formula: 2 + 16 bytes an element, in ZeRO 2 + 16 / ranks;\n"
+    print("MB/rank: held between steps, as metrics() counts it; formula: 2 + 16 bytes an element, in ZeRO-1 and 2 2 + 16 / ranks,\nin ZeRO-3 16 / ranks;\n"
           "process: growth of the rank's own and shared memory since before the model was made, torch's caches included.")
     return results, lines
 
 
 def verdict(results):
-    """Raises Failure for the first row that differs."""
-    first = bits(results[0][1])
+    """Raises Failure for the first row that differs from the first one of the same model. Returns the digests."""
+    found = {}
     for row, journals in results:
+        first_row, first = found.setdefault(row.script, (row, bits(journals)))
         digests, story = bits(journals)
         if len(digests) != 1:
             raise Failure(f"run {row.name()}: its ranks ended with different weights: {', '.join(digests)}")
         if digests != first[0]:
-            raise Failure(f"run {row.name()} ended with weights {digests[0]}, {results[0][0].name()} with {first[0][0]}")
+            raise Failure(f"run {row.name()} ended with weights {digests[0]}, {first_row.name()} with {first[0][0]}")
         for step, (mine, expected) in enumerate(zip(story, first[1]), start=1):
             if mine != expected:
-                raise Failure(f"run {row.name()}, step {step}: loss, norm, scale {mine}; {results[0][0].name()} has {expected}")
+                raise Failure(f"run {row.name()}, step {step}: loss, norm, scale {mine}; {first_row.name()} has {expected}")
         check_memory(row, journals)
-    return first[0][0]
+    return [first[0][0] for _, first in found.values()]
 
 
 def draw(main, results, out):
@@ -193,7 +206,7 @@ def draw(main, results, out):
         return [(point["step"], point["loss"]) for point in journal[what]]
 
     drawing = loss_picture((curve(main, "steps"), curve(main, "validation")),
-                           [curve(journals[0], "steps") for _, journals in results])
+                           [curve(journals[0], "steps") for row, journals in results if not row.script])
     (out / "loss.svg").write_text(drawing.svg())
     (out / "loss.png").write_bytes(drawing.png())
 
@@ -227,13 +240,13 @@ def main():
         results, lines = proof(launcher, model, arguments.proof_steps, ways)
         draw(journal, results, arguments.out)
         (arguments.out / "table.txt").write_text("\n".join(lines) + "\n")
-        digest = verdict(results)
+        digests = verdict(results)
     except Failure as failure:
         print(f"FAILED: {failure}", file=sys.stderr)
         return 1
     print(f"table and loss curve: {arguments.out}/table.txt, loss.svg, loss.png")
     print(f"The bits are identical: all {len(results)} runs have the same losses, norms and scales in every step and end with "
-          f"the same weights, {digest}.")
+          f"the same weights: {digests[0]}, and the TorchScript model {digests[1]}.")
     return 0
 
 

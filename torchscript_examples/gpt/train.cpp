@@ -10,8 +10,8 @@
 
 #include "torchscript_examples/gpt/arguments.h"
 #include "torchscript_examples/gpt/corpus.h"
-#include "torchscript_examples/gpt/gpt.h"
 #include "torchscript_examples/gpt/journal.h"
+#include "torchscript_examples/gpt/model.h"
 
 namespace gpt {
 namespace {
@@ -41,7 +41,7 @@ class WarmupCosine : public torch::optim::LRScheduler {
 };
 
 // Matrices decay, biases and norms do not.
-torch::optim::AdamW make_optimizer(torch::nn::Module& model, double lr) {
+torch::optim::AdamW make_optimizer(const Model& model, double lr) {
   std::vector<torch::Tensor> matrices, vectors;
   for (const auto& parameter : model.parameters()) (parameter.dim() < 2 ? vectors : matrices).push_back(parameter);
   auto options = torch::optim::AdamWOptions(lr).betas(std::make_tuple(0.9, 0.95)).weight_decay(0.1);
@@ -56,6 +56,7 @@ trueshard::ShardOptions shard_options(const Arguments& arguments, int world) {
   auto stage = trueshard::Stage::Replicated;
   if (arguments.stage == "zero1") stage = trueshard::Stage::Zero1;
   if (arguments.stage == "zero2") stage = trueshard::Stage::Zero2;
+  if (arguments.stage == "zero3") stage = trueshard::Stage::Zero3;
   auto options = trueshard::ShardOptions()
                      .stage(stage)
                      .bucket_bytes(arguments.bucket_bytes)
@@ -94,9 +95,10 @@ class Trainer {
                    .width(arguments.width)
                    .heads(arguments.heads)
                    .layers(arguments.layers)
-                   .tied(arguments.tied == Switch::kOn)),
-        optimizer_(trueshard::shard(*model_, make_optimizer(*model_, arguments.lr), group_,
-                                    shard_options(arguments, group_->getSize()))),
+                   .tied(arguments.tied == Switch::kOn),
+               arguments.script),
+        optimizer_(
+            model_.shard(make_optimizer(model_, arguments.lr), group_, shard_options(arguments, group_->getSize()))),
         scaler_(
             group_,
             trueshard::GradScalerOptions().init_scale(arguments.init_scale).growth_interval(arguments.growth_interval)),
@@ -116,7 +118,7 @@ class Trainer {
     measure_memory();
     {
       trueshard::FullParametersGuard whole(*optimizer_);
-      journal_.digest = digest(model_->parameters());
+      journal_.digest = digest(model_.parameters());
     }
     if (journal_.rank == 0 && arguments_.sample > 0) say_sample();
     if (!arguments_.log.empty()) write_journal(journal_, arguments_.log + "." + std::to_string(journal_.rank));
@@ -129,7 +131,7 @@ class Trainer {
     journal_.world = group_->getSize();
     journal_.threads = at::get_num_threads();
     journal_.passes = arguments_.passes;
-    for (const auto& parameter : model_->parameters()) journal_.parameters += parameter.numel();
+    for (const auto& parameter : model_.parameters()) journal_.parameters += parameter.numel();
     journal_.corpus_bytes = static_cast<int64_t>(corpus_.train.size() + corpus_.validation.size());
     journal_.corpus_files = corpus_.files;
     journal_.tokens_per_step = journal_.world * arguments_.passes * arguments_.batch * arguments_.context;
@@ -201,27 +203,29 @@ class Trainer {
   void validate(int64_t step) {
     if (arguments_.validate_every == 0) return;
     torch::NoGradGuard no_grad;
-    model_->eval();
+    model_.train(false);
     const auto loss = loss_of(model_, batch(corpus_.validation, kValidationKey, journal_.rank)).item<double>();
-    model_->train();
+    model_.train(true);
     const double mean = mean_over_leaves({loss});
     journal_.validation.emplace_back(step, mean);
     if (journal_.rank == 0) std::printf("step %4" PRId64 "  validation loss %.4f\n", step, mean);
   }
 
   void measure_memory() {
-    // Bytes per element, docs/design.md: compute copy, then gradients, AdamW's two moments and (16-bit only) the
-    // master.
-    const int64_t compute = arguments_.dtype == "bf16" ? 2 : 4;
-    const int64_t sharded = arguments_.dtype == "bf16" ? 4 + 8 + 4 : 4 + 8;
+    // Bytes per element, docs/design.md: compute copy, then gradients, AdamW's two moments and the master where it is
+    // not part of the compute copy. ZeRO-3 has no compute copy; what is whole at the moment is left out of the ledger.
+    const bool zero3 = arguments_.stage == "zero3";
+    const int64_t compute = zero3 ? 0 : arguments_.dtype == "bf16" ? 2 : 4;
+    const int64_t sharded = zero3 || arguments_.dtype == "bf16" ? 4 + 8 + 4 : 4 + 8;
     const int64_t owners = arguments_.stage == "replicated" ? 1 : journal_.world;
     int64_t padded = 0;  // at most: 64 elements to align a parameter, 16 per rank to align its bucket's shards
-    for (const auto& parameter : model_->parameters()) {
+    for (const auto& parameter : model_.parameters()) {
       padded += (parameter.numel() + 63) / 64 * 64 + 16 * journal_.world;
     }
     journal_.memory.formula = compute * journal_.parameters + sharded * journal_.parameters / owners;
     journal_.memory.formula_padded = compute * padded + sharded * padded / owners;
-    journal_.memory.ledger = optimizer_->metrics().memory.between_steps();
+    const auto memory = optimizer_->metrics().memory;
+    journal_.memory.ledger = memory.between_steps() - (zero3 ? memory.parameters : 0);
     journal_.memory.process = resident_bytes() - memory_at_start_;
   }
 
@@ -247,19 +251,19 @@ class Trainer {
   // The trained model is still the user's module: it writes a little Python.
   void say_sample() {
     torch::NoGradGuard no_grad;
-    model_->eval();
+    model_.train(false);
     auto generator = at::detail::createCPUGenerator(arguments_.seed);
     std::string text = "def ";
     for (int64_t i = 0; i < arguments_.sample; ++i) {
       const auto known = std::min<size_t>(text.size(), static_cast<size_t>(arguments_.context));
       std::vector<int64_t> ids;
       for (const char c : text.substr(text.size() - known)) ids.push_back(static_cast<unsigned char>(c));
-      auto logits = model_->forward(torch::tensor(ids, torch::kLong).unsqueeze(0)).select(1, -1).to(torch::kFloat);
+      auto logits = model_.forward(torch::tensor(ids, torch::kLong).unsqueeze(0)).select(1, -1).to(torch::kFloat);
       auto drawn = at::multinomial(torch::softmax(logits / 0.7, /*dim=*/-1), 1, /*replacement=*/false, generator);
       const auto byte = drawn.item<int64_t>();
       text += byte == '\n' || (byte >= ' ' && byte <= '~') ? static_cast<char>(byte) : '?';
     }
-    model_->train();
+    model_.train(true);
     std::printf("---- what the trained model writes ----\n%s\n---------------------------------------\n", text.c_str());
     std::fflush(stdout);
   }
@@ -268,7 +272,7 @@ class Trainer {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   Corpus corpus_;
   int64_t memory_at_start_;
-  Gpt model_;
+  Model model_;
   std::unique_ptr<trueshard::ShardedOptimizer> optimizer_;
   trueshard::ShardedGradScaler scaler_;
   WarmupCosine schedule_;
