@@ -3,6 +3,9 @@
 // operators and classes that the library itself registers. Waits never hold the interpreter's lock.
 #include <dlfcn.h>
 
+#include <string>
+#include <vector>
+
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -13,10 +16,31 @@ namespace {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
+std::vector<c10::weak_intrusive_ptr<c10d::Backend>>& backends() {  // of this process; guarded by the interpreter's lock
+  static auto* const the_backends = new std::vector<c10::weak_intrusive_ptr<c10d::Backend>>();
+  return *the_backends;
+}
+
+// Before the interpreter ends: a thread that lets go of a tensor then would wait for a lock that is never given again.
+void close_backends() {
+  std::vector<BackendPtr> alive;
+  for (const auto& weak : backends()) {
+    if (BackendPtr backend = weak.lock()) alive.push_back(std::move(backend));
+  }
+  const pybind11::gil_scoped_release release;
+  for (const BackendPtr& backend : alive) comm::close_backend(*backend);
+}
+
 BackendPtr create_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                           const std::string& group_name, std::chrono::milliseconds timeout) {
-  const pybind11::gil_scoped_release release;
-  return comm::make_backend(store, rank, size, group_name, timeout);
+  BackendPtr backend;
+  {
+    const pybind11::gil_scoped_release release;
+    backend = comm::make_backend(store, rank, size, group_name, timeout);
+  }
+  std::erase_if(backends(), [](const auto& weak) { return weak.expired(); });
+  backends().emplace_back(backend);
+  return backend;
 }
 
 void monitored_barrier(const BackendPtr& backend, std::chrono::milliseconds timeout, bool wait_all_ranks) {
@@ -50,6 +74,7 @@ PYBIND11_MODULE(_C, module) {
   comm::set_blocking_call(&without_lock);
   module.def("create_backend", &create_backend);
   module.def("monitored_barrier", &monitored_barrier);
+  module.def("close_backends", &close_backends);
   module.def("library_path", &library_path);
 }
 

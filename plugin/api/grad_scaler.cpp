@@ -2,32 +2,24 @@
 #include <trueshard/grad_scaler.h>
 
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 
-#include <cmath>
 #include <unordered_map>
 
+#include "plugin/api/loss_scale.h"
 #include "plugin/optim/scale_loss.h"
 #include "plugin/optim/session.h"
 
 namespace trueshard {
 
-namespace {
-// Within these the scale and its fp32 inverse are finite, normal numbers.
-const float kLargestScale = std::ldexp(1.0f, 126);
-const float kSmallestScale = std::ldexp(1.0f, -126);
-}  // namespace
-
 struct ShardedGradScaler::State {
   GradScalerOptions options;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  float scale = 0;
-  int64_t growth_tracker = 0, skipped = 0, bounds_hit = 0;
+  std::unique_ptr<LossScale> loss_scale;
+  int64_t skipped = 0;
   struct Seen {
     bool unscaled = false, stepped = false, nonfinite = false;
   };
   std::unordered_map<const ShardedOptimizer*, Seen> seen;  // since the last update()
-  bool warned = false;
   Seen seen_of(const ShardedOptimizer& optimizer) const {
     const auto found = seen.find(&optimizer);
     return found == seen.end() ? Seen{} : found->second;
@@ -36,19 +28,6 @@ struct ShardedGradScaler::State {
   std::string me() const {
     return "trueshard[rank " + std::to_string(group->getRank()) + "/" + std::to_string(group->getSize()) +
            "] ShardedGradScaler";
-  }
-  void set(double wanted, const char* direction) {
-    const auto next = static_cast<float>(wanted);
-    if (std::isfinite(next) && next <= kLargestScale && next >= kSmallestScale) {
-      scale = next;
-      return;
-    }
-    ++bounds_hit;
-    if (!std::exchange(warned, true)) {
-      LOG(WARNING) << me() << ": the scale " << scale << " can not " << direction
-                   << " any further and stays; its inverse must remain finite. "
-                   << "Gradients that stay non-finite at the lowest scale come from the model, not from scaling";
-    }
   }
 };
 
@@ -59,21 +38,14 @@ ShardedGradScaler::ShardedGradScaler(const c10::intrusive_ptr<c10d::ProcessGroup
               "trueshard ShardedGradScaler: the process group is null; make it with trueshard::init_process_group()");
   state_->group = group;
   state_->options = options;
-  state_->scale = static_cast<float>(options.init_scale());
-  const std::string me = state_->me();
-  TORCH_CHECK(state_->scale >= kSmallestScale && state_->scale <= kLargestScale, me, ": init_scale is ",
-              options.init_scale(), "; expected a number from 2^-126 to 2^126");
-  TORCH_CHECK(options.growth_factor() > 1.0, me, ": growth_factor is ", options.growth_factor(),
-              "; expected more than 1");
-  TORCH_CHECK(options.backoff_factor() > 0.0 && options.backoff_factor() < 1.0, me, ": backoff_factor is ",
-              options.backoff_factor(), "; expected a number between 0 and 1");
-  TORCH_CHECK(options.growth_interval() >= 1, me, ": growth_interval is ", options.growth_interval(),
-              "; expected at least 1");
+  const LossScaleRules rules{options.init_scale(), options.growth_factor(), options.backoff_factor(),
+                             options.growth_interval()};
+  state_->loss_scale = std::make_unique<LossScale>(rules, state_->me());
 }
 ShardedGradScaler::~ShardedGradScaler() = default;
 
 torch::Tensor ShardedGradScaler::scale(const torch::Tensor& loss) {
-  return enabled() ? optim::scale_loss(loss, static_cast<double>(state_->scale)) : loss;
+  return enabled() ? optim::scale_loss(loss, state_->loss_scale->value()) : loss;
 }
 
 void ShardedGradScaler::unscale_(ShardedOptimizer& optimizer) {
@@ -113,19 +85,13 @@ void ShardedGradScaler::update() {
   bool nonfinite = false;
   for (const auto& [optimizer, seen] : s.seen) nonfinite |= seen.nonfinite;
   s.seen.clear();
-  if (nonfinite) {
-    s.set(static_cast<double>(s.scale) * s.options.backoff_factor(), "shrink");
-    s.growth_tracker = 0;
-  } else if (++s.growth_tracker == s.options.growth_interval()) {
-    s.set(static_cast<double>(s.scale) * s.options.growth_factor(), "grow");
-    s.growth_tracker = 0;
-  }
+  s.loss_scale->update(nonfinite);
 }
 
-double ShardedGradScaler::get_scale() const { return enabled() ? static_cast<double>(state_->scale) : 1.0; }
-int64_t ShardedGradScaler::growth_tracker() const { return state_->growth_tracker; }
+double ShardedGradScaler::get_scale() const { return enabled() ? state_->loss_scale->value() : 1.0; }
+int64_t ShardedGradScaler::growth_tracker() const { return state_->loss_scale->growth_tracker(); }
 int64_t ShardedGradScaler::skipped_steps() const { return state_->skipped; }
-int64_t ShardedGradScaler::bounds_hit() const { return state_->bounds_hit; }
+int64_t ShardedGradScaler::bounds_hit() const { return state_->loss_scale->bounds_hit(); }
 bool ShardedGradScaler::enabled() const { return state_->options.enabled(); }
 
 }  // namespace trueshard

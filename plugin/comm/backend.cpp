@@ -49,9 +49,14 @@ void Backend::abandon() noexcept {
 Backend::~Backend() {
   if (forked()) {
     abandon();
-    return;
+  } else {
+    close();
   }
-  // An operation under way waits for other ranks; it is ended, so that the worker can be joined without waiting for
+}
+
+void Backend::close() {
+  if (forked()) return;
+  // An operation under way waits for other ranks; it is ended, so that the threads can be joined without waiting for
   // them.
   const auto destroyed = std::make_exception_ptr(c10::DistBackendError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
@@ -63,6 +68,12 @@ Backend::~Backend() {
                      ": the group was destroyed while an operation was under way; "
                      "wait() for the work that the last calls returned before letting the group go");
   }
+  queue_.join();
+  transfers_->join();
+}
+
+void close_backend(c10d::Backend& backend) {
+  if (auto* ours = dynamic_cast<Backend*>(&backend)) ours->close();
 }
 
 c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {

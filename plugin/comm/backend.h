@@ -24,6 +24,9 @@ class Backend;  // c10d::Backend subclass, in backend.cpp's private header
 TRUESHARD_API c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                              int size, const std::string& group_name,
                                                              std::chrono::milliseconds timeout);
+// Ends what is under way on a backend made here and joins its threads, as its destructor would: for interpreters, which
+// must not have such threads any more when they end.
+TRUESHARD_API void close_backend(c10d::Backend& backend);
 // How destructors of this library wait for their own threads. A binding to a language with a global lock gives it up
 // meanwhile: a callback on such a thread may want it.
 TRUESHARD_API void set_blocking_call(void (*call)(void (*function)(void*), void* argument)) noexcept;

@@ -23,6 +23,8 @@ class Backend final : public c10d::Backend {
  public:
   Backend(std::shared_ptr<Transport> transport, std::chrono::milliseconds timeout);
   ~Backend() override;
+  // What the destructor does, and may be done before it: ends what is under way, and the threads.
+  void close();
   const std::shared_ptr<Transport>& transport() const { return transport_; }
 
   const std::string getBackendName() const override { return "trueshard"; }

@@ -92,8 +92,10 @@ PointToPoint::~PointToPoint() {
   if (!state_) return;
   stop(std::make_exception_ptr(
       std::runtime_error("trueshard: the process group was destroyed before this transfer ended")));
-  join_quietly(&worker_);
+  join();
 }
+
+void PointToPoint::join() { join_quietly(&worker_); }
 
 void PointToPoint::start(Transfer transfer) {
   transfer.start_ns = observe::now_ns();

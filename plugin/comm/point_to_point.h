@@ -44,6 +44,7 @@ class PointToPoint {
   void start(Transfer transfer);
   void wait_until_complete();
   void stop(std::exception_ptr error);  // what is under way ends with `error`, and whatever comes later
+  void join();                          // after stop(): the thread has ended
   void abandon() noexcept;              // in a forked child, where the thread does not exist
 
  private:

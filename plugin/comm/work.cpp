@@ -115,8 +115,10 @@ WorkQueue::~WorkQueue() {
   if (!state_) return;
   stop(std::make_exception_ptr(
       std::runtime_error("trueshard: the process group was destroyed before this operation began")));
-  join_quietly(&worker_);
+  join();
 }
+
+void WorkQueue::join() { join_quietly(&worker_); }
 
 void WorkQueue::abandon() noexcept {
   new std::shared_ptr<State>(std::move(state_));  // its condition variable may have a waiter that will never leave

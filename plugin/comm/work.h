@@ -67,6 +67,7 @@ class WorkQueue {
   void wait_until_complete();  // every work that was started is seen complete
   // What has not begun ends with `error`; later operations too.
   void stop(std::exception_ptr error);
+  void join();              // after stop(): the worker has ended
   void abandon() noexcept;  // in a forked child: lets go without touching locks that another thread may have held
 
  private:

@@ -8,6 +8,7 @@ Importing it registers the torch.distributed backend "trueshard", the operators 
 `torch.classes.trueshard.ShardedGradScaler`.
 """
 
+import atexit as _atexit
 import os as _os
 
 import torch as _torch
@@ -33,6 +34,7 @@ if not _os.path.isdir(_os.path.join(cmake_prefix_path, "lib", "cmake")):
     cmake_prefix_path = None
 
 _trueshard_autoload.register()
+_atexit.register(_C.close_backends)
 
 
 def build_info():
