@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "plugin/comm/backend.h"
+#include "python/sharding.h"
 
 namespace trueshard::python {
 namespace {
@@ -76,6 +77,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("monitored_barrier", &monitored_barrier);
   module.def("close_backends", &close_backends);
   module.def("library_path", &library_path);
+  bind_sharding(module);
 }
 
 }  // namespace trueshard::python

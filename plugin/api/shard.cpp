@@ -6,6 +6,7 @@
 
 #include <trueshard/sharded_optimizer.h>
 
+#include "plugin/api/shard_listing.h"
 #include "plugin/comm/torch_version.h"
 #include "plugin/engine/gradient_hooks.h"
 #include "plugin/engine/module_view.h"
@@ -15,15 +16,19 @@ namespace trueshard {
 
 namespace {
 
-template <typename Module>
-std::unique_ptr<ShardedOptimizer> make(Module& module, std::unique_ptr<torch::optim::Optimizer> optimizer,
+std::unique_ptr<ShardedOptimizer> make(const engine::ModuleView& view,
+                                       std::unique_ptr<torch::optim::Optimizer> optimizer,
                                        const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                        const ShardOptions& options) {
   comm::require_compatible_torch();
   TORCH_CHECK(group, "trueshard shard: the process group is null; make it with trueshard::init_process_group()");
-  const auto view = engine::view_module(module, options.mp_policy());
   return std::make_unique<ShardedOptimizer>(
       std::make_unique<optim::Session>(view, std::move(optimizer), group, options));
+}
+
+// Fused kernels of TorchScript read raw pointers, which no dispatch key sees.
+void switch_fuser_off(const ShardOptions& options) {
+  if (options.stage() == Stage::Zero3) torch::jit::setTensorExprFuserEnabled(false);
 }
 
 }  // namespace
@@ -31,14 +36,20 @@ std::unique_ptr<ShardedOptimizer> make(Module& module, std::unique_ptr<torch::op
 std::unique_ptr<ShardedOptimizer> shard(torch::nn::Module& module, std::unique_ptr<torch::optim::Optimizer> optimizer,
                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                         const ShardOptions& options) {
-  return make(module, std::move(optimizer), group, options);
+  return make(engine::view_module(module, options.mp_policy()), std::move(optimizer), group, options);
 }
 std::unique_ptr<ShardedOptimizer> shard(torch::jit::Module& module, std::unique_ptr<torch::optim::Optimizer> optimizer,
                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                         const ShardOptions& options) {
-  // Fused kernels read raw pointers, which no dispatch key sees.
-  if (options.stage() == Stage::Zero3) torch::jit::setTensorExprFuserEnabled(false);
-  return make(module, std::move(optimizer), group, options);
+  switch_fuser_off(options);
+  return make(engine::view_module(module, options.mp_policy()), std::move(optimizer), group, options);
+}
+std::unique_ptr<ShardedOptimizer> shard_listing(const engine::ModuleListing& listing,
+                                                std::unique_ptr<torch::optim::Optimizer> optimizer,
+                                                const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                                                const ShardOptions& options) {
+  switch_fuser_off(options);  // the module may hold scripted parts
+  return make(engine::view_listing(listing, options.mp_policy()), std::move(optimizer), group, options);
 }
 
 void poison_moved_from(torch::optim::Optimizer& moved_from, const torch::optim::Optimizer& now) {

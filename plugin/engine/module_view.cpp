@@ -67,38 +67,40 @@ void mark_full_precision(ModuleView& view, const std::vector<std::string>& norm_
 
 }  // namespace
 
-ModuleView view_module(torch::nn::Module& module, const MixedPrecisionPolicy& policy) {
+ModuleView view_listing(const ModuleListing& listing, const MixedPrecisionPolicy& policy) {
   ModuleView view;
   std::unordered_map<c10::TensorImpl*, size_t> seen;
-  for (const auto& item : module.named_parameters()) add(view.parameters, seen, item.key(), item.value());
+  for (const auto& [name, tensor] : listing.parameters) add(view.parameters, seen, name, tensor);
   seen.clear();
-  for (const auto& item : module.named_buffers()) add(view.buffers, seen, item.key(), item.value());
-  std::vector<std::string> norms;
-  std::unordered_set<std::string> names{""};
-  if (keeps_full_precision(module)) norms.emplace_back();
-  // named_modules() needs a module owned by a shared_ptr to include itself; its children are enough here.
-  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
-    names.insert(item.key());
-    if (keeps_full_precision(*item.value())) norms.push_back(item.key());
-  }
-  mark_full_precision(view, norms, names, policy);
+  for (const auto& [name, tensor] : listing.buffers) add(view.buffers, seen, name, tensor);
+  std::unordered_set<std::string> names(listing.modules.begin(), listing.modules.end());
+  names.insert("");
+  mark_full_precision(view, listing.norm_modules, names, policy);
   return view;
 }
 
-ModuleView view_module(torch::jit::Module& module, const MixedPrecisionPolicy& policy) {
-  ModuleView view;
-  std::unordered_map<c10::TensorImpl*, size_t> seen;
-  for (const auto& item : module.named_parameters()) add(view.parameters, seen, item.name, item.value);
-  seen.clear();
-  for (const auto& item : module.named_buffers()) add(view.buffers, seen, item.name, item.value);
-  std::vector<std::string> norms;
-  std::unordered_set<std::string> names{""};
-  for (const auto& item : module.named_modules()) {
-    names.insert(item.name);
-    if (keeps_full_precision(item.value)) norms.push_back(item.name);
+ModuleView view_module(torch::nn::Module& module, const MixedPrecisionPolicy& policy) {
+  ModuleListing listing;
+  for (const auto& item : module.named_parameters()) listing.parameters.emplace_back(item.key(), item.value());
+  for (const auto& item : module.named_buffers()) listing.buffers.emplace_back(item.key(), item.value());
+  if (keeps_full_precision(module)) listing.norm_modules.emplace_back();
+  // named_modules() needs a module owned by a shared_ptr to include itself; its children are enough here.
+  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
+    listing.modules.push_back(item.key());
+    if (keeps_full_precision(*item.value())) listing.norm_modules.push_back(item.key());
   }
-  mark_full_precision(view, norms, names, policy);
-  return view;
+  return view_listing(listing, policy);
+}
+
+ModuleView view_module(torch::jit::Module& module, const MixedPrecisionPolicy& policy) {
+  ModuleListing listing;
+  for (const auto& item : module.named_parameters()) listing.parameters.emplace_back(item.name, item.value);
+  for (const auto& item : module.named_buffers()) listing.buffers.emplace_back(item.name, item.value);
+  for (const auto& item : module.named_modules()) {
+    listing.modules.push_back(item.name);
+    if (keeps_full_precision(item.value)) listing.norm_modules.push_back(item.name);
+  }
+  return view_listing(listing, policy);
 }
 
 void check_units(const ModuleView& view, const ShardOptions& options) {

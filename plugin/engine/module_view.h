@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <trueshard/shard_options.h>
@@ -33,6 +34,14 @@ struct ModuleView {
   std::string error;  // about the policy's module names; told to all ranks before it is thrown
 };
 
+// What a module registers, in its own order and with all names; a tensor may appear several times.
+struct ModuleListing {
+  std::vector<std::pair<std::string, at::Tensor>> parameters, buffers;
+  std::vector<std::string> modules;       // names of submodules; "" is the module itself and need not be there
+  std::vector<std::string> norm_modules;  // those whose own parameters keep their dtype under a 16-bit policy
+};
+
+ModuleView view_listing(const ModuleListing& listing, const MixedPrecisionPolicy& policy);
 ModuleView view_module(torch::nn::Module& module, const MixedPrecisionPolicy& policy);
 ModuleView view_module(torch::jit::Module& module, const MixedPrecisionPolicy& policy);
 // Throws when a parameter cannot be put into flat memory, saying which and what to do.

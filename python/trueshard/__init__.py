@@ -22,9 +22,11 @@ import trueshard_autoload as _trueshard_autoload  # noqa: E402
 
 from trueshard import _C  # noqa: E402
 from trueshard._groups import create_backend, monitored_barrier  # noqa: E402
+from trueshard import sharding as _sharding  # noqa: E402
+from trueshard.sharding import *  # noqa: E402,F403
 
 __version__ = _build.VERSION
-__all__ = ["build_info", "cmake_prefix_path", "create_backend", "library_path", "monitored_barrier"]
+__all__ = ["build_info", "cmake_prefix_path", "create_backend", "library_path", "monitored_barrier", *_sharding.__all__]
 
 # The shared library: what a C++ program, torch.jit or torch.ops.load_library() loads to have the operators and classes.
 library_path = _C.library_path()

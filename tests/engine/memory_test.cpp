@@ -2,6 +2,10 @@
 // Memory by formula (docs/design.md): bytes per parameter element between steps, for every stage, and what comes and
 // goes within one.
 #include <gtest/gtest.h>
+#include <malloc.h>
+
+#include <fstream>
+#include <sstream>
 
 #include "plugin/optim/session.h"
 #include "tests/support/ranks.h"
@@ -25,6 +29,77 @@ std::vector<torch::Tensor> model() {
   return {torch::ones({300, 400}), torch::ones({400}), torch::ones({400, 449}), torch::ones({2})};
 }
 constexpr double kElements = 300.0 * 400 + 400 + 400 * 449 + 2;
+
+// Proportional set size: shared pages count once over all processes.
+int64_t pss_bytes() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("Pss:", 0) == 0) return std::stoll(line.substr(4)) * 1024;
+  }
+  return -1;
+}
+
+struct BigImpl : torch::nn::Module {  // 8 M elements in 16 layers
+  std::vector<torch::nn::Linear> layers;
+  BigImpl() {
+    for (int i = 0; i < 16; ++i)
+      layers.push_back(register_module("layer" + std::to_string(i),
+                                       torch::nn::Linear(torch::nn::LinearOptions(704, 704).bias(false))));
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    for (auto& layer : layers) x = torch::tanh(layer->forward(x));
+    return x.square().mean();
+  }
+};
+TORCH_MODULE(Big);
+
+// Measured, not counted; what libtorch itself allocates on its first steps is made before. First in the file: processes
+// are forked before threads run.
+TEST(MeasuredMemory, OfZero3IsTheFormulaOverAllProcesses) {
+  constexpr double kMiB = 1 << 20;
+  for (const bool bf16 : {false, true}) {
+    const auto results = run_processes(4, [&](int rank, const Group& group) {
+      const auto dtype = bf16 ? torch::kBFloat16 : torch::kFloat;
+      {
+        Big warm;
+        warm->to(dtype);
+        warm->forward(torch::ones({2, 704}, dtype)).backward();
+      }
+      malloc_trim(0);
+      group->barrier()->wait();
+      const int64_t before = pss_bytes();
+      if (before < 0) return std::string("no PSS");
+      Big module;
+      int64_t elements = 0;
+      for (const auto& p : module->parameters()) elements += p.numel();
+      auto options = ShardOptions().stage(Stage::Zero3).bucket_bytes(2 << 20).unit_bytes(2 << 20);
+      if (bf16) options.mp_policy(MixedPrecisionPolicy().param_dtype(torch::kBFloat16));
+      auto optimizer = shard(*module, torch::optim::AdamW(module->parameters()), group, options);
+      for (int step = 0; step < 2; ++step) {
+        module->forward(torch::ones({2, 704}, dtype) * (rank + 1)).backward();
+        optimizer->step();
+        optimizer->zero_grad();
+      }
+      malloc_trim(0);
+      group->barrier()->wait();
+      const int64_t grown = pss_bytes() - before;
+      const auto memory = optimizer->metrics().memory;
+      group->barrier()->wait();
+      return std::to_string(grown) + " " + std::to_string(memory.parameters + memory.exchange) + " " +
+             std::to_string(elements);
+    });
+    ASSERT_TRUE(results.ok()) << results;
+    if (results[0].report == "no PSS") GTEST_SKIP() << "this kernel has no /proc/self/smaps_rollup";
+    double grown = 0, beyond = 0, elements = 0, pss = 0;
+    for (const auto& result : results) {
+      std::istringstream(result.report) >> pss >> beyond >> elements;
+      grown += pss - beyond;  // what is whole, and gradients on their way, come on top of the formula
+    }
+    const double formula = 16.0 * elements;
+    EXPECT_LE(grown, 1.03 * formula + 4 * 2 * kMiB) << "bf16 " << bf16 << ", formula " << formula;
+    EXPECT_GE(grown, 0.9 * formula) << "bf16 " << bf16;
+  }
+}
 
 TEST(MemoryBetweenSteps, IsTheFormulaInEveryStage) {
   for (const auto stage : all_stages()) {
