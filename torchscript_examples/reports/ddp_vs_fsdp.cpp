@@ -114,7 +114,7 @@ Finding local_norm() {
   after_backward(Stage::Zero2, 1.0, [&](int rank, NormNet&, auto& optimizer, auto& scaler) {
     scaler.unscale_(optimizer);
     double squares = 0;
-    for (const auto& shard : optimizer.parameters()) {
+    for (const auto& shard : optimizer.param_groups().front().params()) {
       if (shard.grad().defined()) squares += std::pow(shard.grad().norm().template item<double>(), 2);
     }
     local[static_cast<size_t>(rank)] = std::sqrt(squares);
@@ -166,12 +166,13 @@ Finding sixteen_bit_sums() {
   for (size_t i = 1; i < leaves.size(); ++i) sum = sum + torch::tensor(leaves[i], torch::kHalf);
   double ours = 0;
   run_ranks(kRanks, [&](int rank, const Group& group) {
+    torch::manual_seed(0);
     torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
     auto optimizer = trueshard::shard(*net, torch::optim::SGD(net->parameters(), 0.0), group,
                                       fp16(Stage::Zero2).gradient_divide_factor(1.0));
     net->forward(torch::full({1, 1}, leaves[static_cast<size_t>(rank)], torch::kHalf)).sum().backward();
     optimizer->finish_reduction();
-    const auto shard = optimizer->parameters().at(0);
+    const auto shard = optimizer->param_groups().front().params().at(0);
     if (shard.numel() > 0) ours = shard.grad().item<double>();
   });
   char line[96];
