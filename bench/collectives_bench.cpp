@@ -39,10 +39,15 @@ std::vector<Case> cases(const Group& ours, const c10::intrusive_ptr<c10d::Backen
       {"gloo reduce_scatter fp32", full + part, [=]() mutable { gloo->_reduce_scatter_base(shard, whole)->wait(); }},
       {"trueshard reduce_scatter fp32", full + part,
        [=]() mutable { ours->reduce_scatter_single(shard, whole)->wait(); }},
+      {"gloo reduce_scatter bf16", full / 2 + part / 2,
+       [=]() mutable { gloo->_reduce_scatter_base(shard16, whole16)->wait(); }},
       {"trueshard reduce_scatter bf16", full / 2 + part / 2,
        [=]() mutable { ours->reduce_scatter_single(shard16, whole16)->wait(); }},
       {"gloo all_gather fp32", part + full, [=]() mutable { gloo->_allgather_base(whole, shard)->wait(); }},
       {"trueshard all_gather fp32", part + full, [=]() mutable { ours->all_gather_single(whole, shard)->wait(); }},
+      {"gloo all_gather bf16", part / 2 + full / 2, [=]() mutable { gloo->_allgather_base(whole16, shard16)->wait(); }},
+      {"trueshard all_gather bf16", part / 2 + full / 2,
+       [=]() mutable { ours->all_gather_single(whole16, shard16)->wait(); }},
       {"gloo all_reduce fp32", 2 * full,
        [=]() mutable {
          std::vector<at::Tensor> one{whole};
@@ -51,6 +56,16 @@ std::vector<Case> cases(const Group& ours, const c10::intrusive_ptr<c10d::Backen
       {"trueshard all_reduce fp32", 2 * full,
        [=]() mutable {
          std::vector<at::Tensor> one{whole};
+         ours->allreduce(one)->wait();
+       }},
+      {"gloo all_reduce bf16", full,
+       [=]() mutable {
+         std::vector<at::Tensor> one{whole16};
+         gloo->allreduce(one)->wait();
+       }},
+      {"trueshard all_reduce bf16", full,
+       [=]() mutable {
+         std::vector<at::Tensor> one{whole16};
          ours->allreduce(one)->wait();
        }},
   };

@@ -117,8 +117,8 @@ void Channel::State::settle(const WaitResult& result, uint64_t seq, const char* 
     } else {
       text += std::string(many ? " have" : " has") + " not " + what_missing + " " + message + " after " +
               std::to_string(result.waited_ns / 1000000) +
-              " ms; look there for an error or for another order of calls, or give "
-              "the group a longer timeout";
+              " ms; look there for an error or for another order of calls, or give a "
+              "longer timeout to the group";
     }
     transport.fail(text);
     throw_backend_error(text);

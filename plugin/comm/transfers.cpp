@@ -265,7 +265,7 @@ std::string Transfers::complaint(const Transfer& transfer, int peer, int64_t now
   return here(transfer) + ": " + (peer == kAnyRank ? "no rank" : "rank " + std::to_string(peer)) + " has" +
          (peer == kAnyRank ? "" : " not") + missing + " after " +
          std::to_string((now_ns - transfer.start_ns) / 1000000) +
-         " ms; look there for an error or for another order of calls, or give the group a longer timeout";
+         " ms; look there for an error or for another order of calls, or give a longer timeout to the group";
 }
 
 std::string Transfers::problem() const {

@@ -150,7 +150,7 @@ TEST(Channel, ATimeoutNamesAllLateRanksAndWhatTheyHaveNotPosted) {
     const std::string error = error_of([&] { channel.wait_all_posted(channel.post(f)); });
     EXPECT_THAT(
         error, HasSubstr("ranks 2 and 3 have not posted 'finish reduction' (message 1, float32, 12 elements) after 3"));
-    EXPECT_THAT(error, HasSubstr("or give the group a longer timeout"));
+    EXPECT_THAT(error, HasSubstr("or give a longer timeout to the group"));
     EXPECT_TRUE(channel.transport().failed());
     rank.marks[0] = 1;
   });
