@@ -91,6 +91,7 @@ ShardOptions read_shard_options(const py::dict& from) {
   take<std::vector<std::string>>(from, "units", [&](const auto& v) { options.units(v); });
   take<int64_t>(from, "unit_bytes", [&](int64_t v) { options.unit_bytes(v); });
   take<int64_t>(from, "resident_bytes", [&](int64_t v) { options.resident_bytes(v); });
+  take<int64_t>(from, "prefetch_units", [&](int64_t v) { options.prefetch_units(v); });
   take<int64_t>(from, "bucket_bytes", [&](int64_t v) { options.bucket_bytes(v); });
   take<bool>(from, "overlap", [&](bool v) { options.overlap(v); });
   take<double>(from, "gradient_divide_factor", [&](double v) { options.gradient_divide_factor(v); });

@@ -27,6 +27,7 @@ void Reducer::break_off(const c10::DistBackendError& error) {
 
 uint64_t Reducer::meet(const comm::Fingerprint& fingerprint, const MessageHeader& header) {
   throw_if_broken();
+  model_->settle();
   try {
     const uint64_t seq = channel_->post(fingerprint, &header, sizeof header);
     channel_->wait_all_posted(seq);

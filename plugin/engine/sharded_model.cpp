@@ -190,6 +190,7 @@ void ShardedModel::make_gatherer() {
   int64_t largest = 0;
   for (const auto& unit : parts.units.units) largest = std::max(largest, unit.bytes);
   parts.resident_bytes = options_.resident_bytes().value_or(2 * (largest + 64 * size()));
+  parts.prefetch_units = options_.prefetch_units();
   parts.epoch = std::make_unique<MasterEpoch>(transport_, name_);
   parts.memory = master_region_;
   gatherer_ = std::make_shared<UnitGatherer>(std::move(parts));
@@ -337,6 +338,10 @@ void ShardedModel::adopt_whole(int64_t parameter, const std::byte* values) {
 
 void ShardedModel::masters_changed() {
   if (gatherer_) gatherer_->masters_changed();
+}
+
+void ShardedModel::settle() {
+  if (gatherer_) gatherer_->settle();
 }
 
 void ShardedModel::round_to_compute(int64_t parameter) {

@@ -96,6 +96,7 @@ class ShardedModel {
   void adopt_whole(int64_t parameter, const std::byte* values);
   // Masters are complete on this rank; all ranks say so equally often, after all of them met. ZeRO-3 gathers anew.
   void masters_changed();
+  void settle();  // no gather runs ahead any more: called before the ranks meet
   // Points the user's tensor at the compute copy (again), with its dtype, storage and shape.
   void attach(int64_t parameter);
   // Points it at other memory of the given dtype (whole parameter, the tensor's strides).

@@ -60,7 +60,15 @@ UnitGatherer::UnitGatherer(GathererParts parts)
   }
 }
 
-UnitGatherer::~UnitGatherer() = default;
+UnitGatherer::~UnitGatherer() {
+  if (!thread_.joinable()) return;
+  {
+    const Lock lock(mutex_);
+    stop_ = true;
+  }
+  wake_thread_.notify_all();
+  thread_.join();
+}
 
 // ---- storages ------------------------------------------------------------------------------------------------------
 
@@ -139,13 +147,15 @@ void UnitGatherer::pin(int64_t parameter) {
   auto& unit = units_[static_cast<size_t>(u)];
   ++unit.pins;
   order_.used(u);
-  if (unit.state == State::kWhole) return;
-  try {
-    make_whole(lock, u);
-  } catch (...) {
-    --unit.pins;
-    throw;
+  if (unit.state != State::kWhole) {
+    try {
+      make_whole(lock, u);
+    } catch (...) {
+      --unit.pins;
+      throw;
+    }
   }
+  if (parts_.prefetch_units > 0) prefetch();
 }
 
 void UnitGatherer::unpin(int64_t parameter) noexcept {
@@ -164,13 +174,18 @@ void UnitGatherer::make_whole(Lock& lock, int64_t u) {
   if (unit.state == State::kWhole) return;
   unit.buffer = take_buffer(unit.bytes);
   unit.state = State::kGathering;
+  gather(lock, u, /*in_parallel=*/true);
+}
+
+void UnitGatherer::gather(Lock& lock, int64_t u, bool in_parallel) {
+  auto& unit = units_[static_cast<size_t>(u)];
   auto* buffer = static_cast<std::byte*>(unit.buffer.data.get());
   lock.unlock();
   std::exception_ptr error;
   const int64_t start = observe::now_ns();
   try {
     parts_.epoch->wait();
-    copy_unit(u, buffer);
+    copy_unit(u, buffer, in_parallel);
   } catch (...) {
     error = std::current_exception();
   }
@@ -184,31 +199,81 @@ void UnitGatherer::make_whole(Lock& lock, int64_t u) {
     unit.stale = false;
     for (const auto p : parts_.units.units[static_cast<size_t>(u)].parameters) {
       auto& slot = slots_[static_cast<size_t>(p)];
+      const auto& spec = parts_.parameters[static_cast<size_t>(p)];
       if (slot.storage != nullptr) show(slot, buffer + slot.offset);
-      for (const auto& piece : parts_.parameters[static_cast<size_t>(p)].pieces)
-        bytes_gathered_ +=
-            piece.local
-                ? 0
-                : piece.range.size() *
-                      static_cast<int64_t>(c10::elementSize(parts_.parameters[static_cast<size_t>(p)].stored_dtype));
+      const auto item = static_cast<int64_t>(c10::elementSize(spec.stored_dtype));
+      for (const auto& piece : spec.pieces) bytes_gathered_ += piece.local ? 0 : piece.range.size() * item;
     }
   }
   gathered_.notify_all();
   if (error) std::rethrow_exception(error);
 }
 
-void UnitGatherer::copy_unit(int64_t u, std::byte* buffer) {
+void UnitGatherer::copy_unit(int64_t u, std::byte* buffer, bool in_parallel) {
   for (const auto p : parts_.units.units[static_cast<size_t>(u)].parameters) {
     const auto& spec = parts_.parameters[static_cast<size_t>(p)];
     const auto from = kernel_dtype(spec.stored_dtype), to = kernel_dtype(spec.compute_dtype);
     std::byte* whole = buffer + slots_[static_cast<size_t>(p)].offset;
     for (const auto& piece : spec.pieces) {
-      for_blocks(piece.range.size(), [&](int64_t begin, int64_t end) {
+      const auto copy = [&](int64_t begin, int64_t end) {
         kernels::kernels().cast(piece.master + begin * kernels::itemsize(from), from,
                                 whole + (piece.range.begin + begin) * kernels::itemsize(to), to, end - begin);
-      });
+      };
+      if (in_parallel) {
+        for_blocks(piece.range.size(), copy);
+      } else {
+        copy(0, piece.range.size());
+      }
     }
   }
+}
+
+// ---- ahead of use --------------------------------------------------------------------------------------------------
+
+// Only what is needed later than the unit may give way to it.
+bool UnitGatherer::has_room_for(int64_t u, int64_t distance) const {
+  auto free = parts_.resident_bytes - static_cast<int64_t>(resident_);
+  for (size_t other = 0; other < units_.size(); ++other) {
+    if (may_free(units_[other]) && order_.distance(static_cast<int64_t>(other)) > distance)
+      free += static_cast<int64_t>(units_[other].buffer.capacity);
+  }
+  return free >= static_cast<int64_t>(units_[static_cast<size_t>(u)].bytes);
+}
+
+void UnitGatherer::prefetch() {
+  for (int64_t ahead = 1; ahead <= parts_.prefetch_units; ++ahead) {
+    const int64_t u = order_.upcoming(ahead);
+    if (u < 0) return;
+    auto& unit = units_[static_cast<size_t>(u)];
+    if (unit.state != State::kFreed) continue;
+    if (!has_room_for(u, ahead)) return;
+    unit.buffer = take_buffer(unit.bytes);
+    unit.state = State::kGathering;
+    ahead_.push_back(u);
+    if (!thread_.joinable()) thread_ = std::thread([this] { run_ahead(); });
+    wake_thread_.notify_one();
+  }
+}
+
+void UnitGatherer::run_ahead() {
+  Lock lock(mutex_);
+  while (true) {
+    wake_thread_.wait(lock, [this] { return stop_ || !ahead_.empty(); });
+    if (stop_) return;
+    const int64_t u = ahead_.front();
+    try {
+      gather(lock, u, /*in_parallel=*/false);
+    } catch (const std::exception&) {
+      // Whoever needs the unit tries again, and gets the error.
+    }
+    ahead_.pop_front();
+    gathered_.notify_all();
+  }
+}
+
+void UnitGatherer::settle() {
+  Lock lock(mutex_);
+  gathered_.wait(lock, [this] { return ahead_.empty(); });
 }
 
 void UnitGatherer::free_unit(int64_t u) {

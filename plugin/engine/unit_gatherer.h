@@ -5,18 +5,21 @@
 // Invariants: I1 TensorImpl and StorageImpl of a parameter never change, only what the storage points to. I2 a pinned
 // or written unit stays whole. I3 what is whole takes at most `resident_bytes` beyond pinned and written units. I4
 // masters are read only while no rank writes them: callers let all ranks meet before they write, and then call
-// masters_changed(). I5 lives as long as a storage shows one of its parameters: a module can be read after its
-// optimizer is gone. Shapes: a unit is one buffer, each parameter in it starts on 64 bytes. Threads: all functions,
-// from any thread, unless noted. Errors: c10::DistBackendError when a rank does not finish its step; pin() then changes
-// nothing.
+// masters_changed(); settle() ends what runs ahead before the ranks meet. I5 lives as long as a storage shows one of
+// its parameters: a module can be read after its optimizer is gone. Shapes: a unit is one buffer, each parameter in it
+// starts on 64 bytes. Threads: all functions, from any thread, unless noted. Errors: c10::DistBackendError when a rank
+// does not finish its step; pin() then changes nothing.
 #pragma once
 #include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
 
 #include <condition_variable>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "plugin/engine/master_epoch.h"
@@ -43,6 +46,7 @@ struct GathererParts {
   std::vector<GatherSpec> parameters;
   plan::UnitPlan units;
   int64_t resident_bytes = 0;
+  int64_t prefetch_units = 0;
   std::unique_ptr<MasterEpoch> epoch;
   std::shared_ptr<void> memory;  // keeps the masters mapped
 };
@@ -70,6 +74,8 @@ class UnitGatherer : public std::enable_shared_from_this<UnitGatherer> {
   bool written(int64_t parameter) const;
   void forget_write(int64_t parameter);
 
+  // Nothing is being made whole ahead of its use when this returns.
+  void settle();
   // This rank has written to its masters (or would have): what is whole is out of date. A round of uses ends here.
   void masters_changed();
 
@@ -106,7 +112,12 @@ class UnitGatherer : public std::enable_shared_from_this<UnitGatherer> {
     return units_[static_cast<size_t>(parts_.units.unit_of[static_cast<size_t>(parameter)])];
   }
   void make_whole(Lock& lock, int64_t unit);
-  void copy_unit(int64_t unit, std::byte* buffer);
+  // The unit's state is kGathering and it has its buffer; afterwards it is whole, or freed if an error is thrown.
+  void gather(Lock& lock, int64_t unit, bool in_parallel);
+  void copy_unit(int64_t unit, std::byte* buffer, bool in_parallel);
+  void prefetch();
+  void run_ahead();  // the thread
+  bool has_room_for(int64_t unit, int64_t distance) const;
   void show(Slot& slot, void* data);
   void free_unit(int64_t unit);
   bool may_free(const UnitState& unit) const {
@@ -124,6 +135,10 @@ class UnitGatherer : public std::enable_shared_from_this<UnitGatherer> {
   UseOrder order_;
   std::vector<Buffer> spare_;
   size_t resident_ = 0, spare_bytes_ = 0;
+  std::deque<int64_t> ahead_;  // units for the thread, in state kGathering
+  std::condition_variable wake_thread_;
+  bool stop_ = false;
+  std::thread thread_;
   int64_t attached_ = 0, bytes_gathered_ = 0, nanoseconds_ = 0;
   std::shared_ptr<UnitGatherer> self_;  // while attached_ > 0
 };

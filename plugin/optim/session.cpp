@@ -29,6 +29,8 @@ void validate(const ShardOptions& options) {
   TORCH_CHECK(options.unit_bytes() >= 1, "ShardOptions.unit_bytes is ", options.unit_bytes(), "; expected at least 1");
   TORCH_CHECK(options.resident_bytes().value_or(0) >= 0, "ShardOptions.resident_bytes is ",
               options.resident_bytes().value_or(0), "; expected 0 or more");
+  TORCH_CHECK(options.prefetch_units() >= 0, "ShardOptions.prefetch_units is ", options.prefetch_units(),
+              "; expected 0 or more");
   if (const auto divisor = options.gradient_divide_factor()) {
     TORCH_CHECK(
         std::isfinite(*divisor) && static_cast<float>(*divisor) != 0.0f && std::isfinite(static_cast<float>(*divisor)),
@@ -46,8 +48,8 @@ void validate(const ShardOptions& options) {
 std::string describe(const ShardOptions& options) {
   std::ostringstream text;
   text << "stage " << static_cast<int>(options.stage()) << " unit_bytes " << options.unit_bytes() << " resident_bytes "
-       << options.resident_bytes().value_or(-1) << " bucket_bytes " << options.bucket_bytes() << " overlap "
-       << options.overlap() << " gradient_divide_factor ";
+       << options.resident_bytes().value_or(-1) << " prefetch_units " << options.prefetch_units() << " bucket_bytes "
+       << options.bucket_bytes() << " overlap " << options.overlap() << " gradient_divide_factor ";
   if (options.gradient_divide_factor()) text << std::hexfloat << *options.gradient_divide_factor() << std::defaultfloat;
   text << " skip_nonfinite_steps " << options.skip_nonfinite_steps() << " low_precision_master "
        << options.low_precision_master() << " param_dtype ";

@@ -273,22 +273,28 @@ TEST(Zero3, RanksMayTakeDifferentWaysThroughAModel) {
 }
 
 TEST(Zero3, ForwardsMayRunInTwoThreadsAtOnce) {
-  run3([](int, const Group& group) {
-    auto zoo = make_zoo();
-    zoo->eval();
-    const torch::NoGradGuard no_grad;
-    const auto expected = zoo->forward(tokens(1)).item<float>();
-    auto optimizer = shard_sgd(zoo, group, hardest());
-    std::vector<std::thread> threads;
-    for (int t = 0; t < 2; ++t) {
-      threads.emplace_back([&] {
-        const torch::NoGradGuard no_grad_here;
-        for (int i = 0; i < 5; ++i) EXPECT_EQ(zoo->forward(tokens(1)).item<float>(), expected);
-      });
-    }
-    for (auto& thread : threads) thread.join();
-    return std::string();
-  });
+  const auto ahead = ShardOptions().stage(Stage::Zero3).unit_bytes(300).resident_bytes(4000).prefetch_units(2);
+  for (const auto& options : {hardest(), ahead}) {
+    run3([&](int, const Group& group) {
+      auto zoo = make_zoo();
+      zoo->eval();
+      const torch::NoGradGuard no_grad;
+      const auto expected = zoo->forward(tokens(1)).item<float>();
+      auto optimizer = shard_sgd(zoo, group, options);
+      for (int round = 0; round < 2; ++round) {
+        std::vector<std::thread> threads;
+        for (int t = 0; t < 2; ++t) {
+          threads.emplace_back([&] {
+            const torch::NoGradGuard no_grad_here;
+            for (int i = 0; i < 5; ++i) EXPECT_EQ(zoo->forward(tokens(1)).item<float>(), expected);
+          });
+        }
+        for (auto& thread : threads) thread.join();
+        { const FullParametersGuard next_round(*optimizer); }  // from then on the order of use is known
+      }
+      return std::string();
+    });
+  }
 }
 
 TEST(Zero3, TheModuleCanBeReadTrainedAndShardedAgainWhenItsOptimizerIsGone) {

@@ -21,10 +21,11 @@ struct Recipe {
   int steps = 4;
   int64_t unit_bytes = 600;                              // ZeRO-3: several units
   std::optional<int64_t> resident_bytes = std::nullopt;  // ZeRO-3
+  int64_t prefetch_units = 0;                            // ZeRO-3
 };
 ShardOptions options_of(const Recipe& run) {
   auto options = ShardOptions().stage(run.stage).bucket_bytes(run.bucket_bytes).overlap(run.overlap);
-  options.unit_bytes(run.unit_bytes).resident_bytes(run.resident_bytes);
+  options.unit_bytes(run.unit_bytes).resident_bytes(run.resident_bytes).prefetch_units(run.prefetch_units);
   if (run.mixed) options.mp_policy(MixedPrecisionPolicy().param_dtype(torch::kBFloat16));
   return options;
 }
@@ -128,11 +129,15 @@ TEST(ARealModel, HasTheSameBitsForEveryUnitSizeAndResidencyBudget) {
     const auto expected = on_threads(3, {.stage = Stage::Replicated, .mixed = mixed});
     for (const int64_t unit_bytes : {int64_t{1}, int64_t{600}, int64_t{1} << 40}) {
       for (const int64_t resident_bytes : {int64_t{0}, int64_t{2500}, int64_t{1} << 40}) {
-        EXPECT_EQ(
-            on_threads(
-                3, {.stage = Stage::Zero3, .mixed = mixed, .unit_bytes = unit_bytes, .resident_bytes = resident_bytes}),
-            expected)
-            << "unit " << unit_bytes << " budget " << resident_bytes;
+        for (const int64_t prefetch_units : {0, 2}) {
+          EXPECT_EQ(on_threads(3, {.stage = Stage::Zero3,
+                                   .mixed = mixed,
+                                   .unit_bytes = unit_bytes,
+                                   .resident_bytes = resident_bytes,
+                                   .prefetch_units = prefetch_units}),
+                    expected)
+              << "unit " << unit_bytes << " budget " << resident_bytes << " prefetch " << prefetch_units;
+        }
       }
     }
   }
@@ -210,8 +215,9 @@ std::string tiny_run(int rank, const Group& group, Stage stage, int64_t bucket_b
   for (const int64_t size : sizes) values.push_back(random_values(size, {size}));
   Toy module(values);
   auto params = module->parameters();
-  auto optimizer = shard(*module, torch::optim::AdamW(params, torch::optim::AdamWOptions(1e-2)), group,
-                         ShardOptions().stage(stage).bucket_bytes(bucket_bytes));
+  auto optimizer = shard(
+      *module, torch::optim::AdamW(params, torch::optim::AdamWOptions(1e-2)), group,
+      ShardOptions().stage(stage).bucket_bytes(bucket_bytes).unit_bytes(16).prefetch_units(bucket_bytes == 16 ? 1 : 0));
   for (int step = 0; step < 3; ++step) {
     optimizer->zero_grad();
     for (int pass = 0; pass < 2; ++pass) {
