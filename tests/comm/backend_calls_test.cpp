@@ -135,9 +135,9 @@ TEST(Backend, ImpossibleArgumentsAreNamed) {
     EXPECT_THAT(error_of([&] { group->all_to_all_single(five_out, five, wrong, wrong)->wait(); }),
                 HasSubstr("2 numbers that add up to its 5 rows"));
     at::Tensor sparse = at::eye(3).to_sparse();
-    EXPECT_THAT(error_of([&] {
+    EXPECT_THAT(error_of([&] {  // only all-reduce takes it
                   std::vector<at::Tensor> one{sparse};
-                  group->getBackend(c10::DeviceType::CPU)->allreduce(one, all_reduce_options(ReduceOp::SUM))->wait();
+                  group->getBackend(c10::DeviceType::CPU)->broadcast(one, c10d::BroadcastOptions())->wait();
                 }),
                 HasSubstr("layout Sparse, expected a dense"));
     all_reduce(group, eight);
