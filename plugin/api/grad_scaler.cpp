@@ -25,6 +25,7 @@ struct ShardedGradScaler::State {
     return found == seen.end() ? Seen{} : found->second;
   }
 
+  std::unique_ptr<LossScale> restored(const GradScalerState& saved) const;
   std::string me() const {
     return "trueshard[rank " + std::to_string(group->getRank()) + "/" + std::to_string(group->getSize()) +
            "] ShardedGradScaler";
@@ -86,6 +87,39 @@ void ShardedGradScaler::update() {
   for (const auto& [optimizer, seen] : s.seen) nonfinite |= seen.nonfinite;
   s.seen.clear();
   s.loss_scale->update(nonfinite);
+}
+
+GradScalerState ShardedGradScaler::state_dict() const {
+  const auto& s = *state_;
+  TORCH_CHECK(s.seen.empty(), s.me(), " state_dict: a step is under way; call update() first");
+  const auto& rules = s.loss_scale->rules();
+  return {enabled(),
+          s.loss_scale->value(),
+          rules.growth_factor,
+          rules.backoff_factor,
+          rules.growth_interval,
+          s.loss_scale->growth_tracker(),
+          s.skipped,
+          s.loss_scale->bounds_hit()};
+}
+
+std::unique_ptr<LossScale> ShardedGradScaler::State::restored(const GradScalerState& saved) const {
+  TORCH_CHECK(saved.enabled == options.enabled(), me(), " load_state_dict: the saved scaler was ",
+              saved.enabled ? "enabled" : "disabled", ", this one is ", options.enabled() ? "enabled" : "disabled",
+              "; make it with the same GradScalerOptions.enabled");
+  const LossScaleRules rules{options.init_scale(), saved.growth_factor, saved.backoff_factor, saved.growth_interval};
+  auto restored = std::make_unique<LossScale>(rules, me());
+  restored->restore(saved.scale, saved.growth_tracker);
+  restored->restore_bounds_hit(saved.bounds_hit);
+  return restored;
+}
+
+void ShardedGradScaler::check_state_dict(const GradScalerState& state) const { state_->restored(state); }
+
+void ShardedGradScaler::load_state_dict(const GradScalerState& state) {
+  state_->loss_scale = state_->restored(state);
+  state_->skipped = state.skipped_steps;
+  state_->seen.clear();
 }
 
 double ShardedGradScaler::get_scale() const { return enabled() ? state_->loss_scale->value() : 1.0; }

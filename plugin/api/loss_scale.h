@@ -23,6 +23,7 @@ class LossScale {
   int64_t bounds_hit() const { return bounds_hit_; }
   const LossScaleRules& rules() const { return rules_; }
   void restore(double scale, int64_t growth_tracker);
+  void restore_bounds_hit(int64_t count) { bounds_hit_ = count; }
 
  private:
   void set(double wanted, const char* direction);

@@ -11,24 +11,24 @@
 namespace trueshard::engine {
 
 // A backward through a graph from before the step is an error, as after libtorch's own in-place step.
-void Publisher::bump_versions() {
+void Publisher::bump_versions(Which which) {
   for (int64_t p = 0; p < model_->size(); ++p) {
     auto& parameter = model_->parameters()[p];
-    if (!reducer_.has_gradient(p) || !model_->manages(p)) continue;
+    if (!model_->manages(p) || (which == Which::kStepped && !reducer_.has_gradient(p))) continue;
     parameter.tensor.unsafeGetTensorImpl()->bump_version();
     parameter.version = parameter.tensor._version();
   }
 }
 
-void Publisher::publish() {
-  bump_versions();
+void Publisher::publish(Which which) {
+  bump_versions(which);
   if (!model_->keeps_compute_copies()) return model_->masters_changed();
   if (model_->replicated() || model_->world() == 1) return;
   RECORD_FUNCTION("trueshard::publish_parameters", std::vector<c10::IValue>());
   const int64_t start = observe::now_ns();
   const uint64_t seq = reducer_.meet(comm::Fingerprint::of("publish parameters"));
   for (int64_t p = 0; p < model_->size(); ++p) {
-    if (!reducer_.has_gradient(p)) continue;  // nobody stepped it
+    if (which == Which::kStepped && !reducer_.has_gradient(p)) continue;
     const int64_t item = model_->compute_itemsize(p);
     for (int k = 1; k < model_->world(); ++k) {
       const int r = (model_->rank() + k) % model_->world();

@@ -12,8 +12,9 @@ namespace trueshard::engine {
 class Publisher {
  public:
   Publisher(std::shared_ptr<ShardedModel> model, Reducer& reducer) : model_(std::move(model)), reducer_(reducer) {}
+  enum class Which { kStepped, kAll };
   // Collective: compute copies are whole and equal on all ranks afterwards; ZeRO-3: will be when they are used next.
-  void publish();
+  void publish(Which which = Which::kStepped);
   // Whole masters of all parameters, in master dtype (the dtype itself for low-precision masters), one tensor each in
   // the parameter's own memory order. Collective; `wanted` false: takes part and returns nothing.
   std::vector<at::Tensor> gather_masters(bool wanted);
@@ -21,7 +22,7 @@ class Publisher {
   double seconds() const { return seconds_; }
 
  private:
-  void bump_versions();
+  void bump_versions(Which which);
 
   std::shared_ptr<ShardedModel> model_;
   Reducer& reducer_;

@@ -43,53 +43,86 @@ Kind require_elementwise(const topt::Optimizer& optimizer, bool assume_elementwi
 
 namespace {
 
-struct Text {
-  std::ostringstream out;
-  Text() { out << std::setprecision(17); }
-  template <typename Value>
-  Text& field(const char* name, const Value& value) {
-    out << ' ' << name << ' ' << value;
-    return *this;
-  }
-};
-
-template <typename Options>
-bool adam_like(const topt::OptimizerOptions& options, Text& text) {
-  const auto* o = dynamic_cast<const Options*>(&options);
+template <typename Options, typename Visit>
+bool visit_adam_like(topt::OptimizerOptions& options, const Visit& visit) {
+  auto* o = dynamic_cast<Options*>(&options);
   if (!o) return false;
-  text.field("lr", o->lr())
-      .field("beta1", std::get<0>(o->betas()))
-      .field("beta2", std::get<1>(o->betas()))
-      .field("eps", o->eps());
-  text.field("weight_decay", o->weight_decay()).field("amsgrad", o->amsgrad());
+  visit("lr", o->lr());
+  visit("beta1", std::get<0>(o->betas()));
+  visit("beta2", std::get<1>(o->betas()));
+  visit("eps", o->eps());
+  visit("weight_decay", o->weight_decay());
+  visit("amsgrad", o->amsgrad());
+  return true;
+}
+
+// Calls visit(name, double& or bool&) for every option; false: not a known type.
+template <typename Visit>
+bool visit_options(topt::OptimizerOptions& options, const Visit& visit) {
+  if (visit_adam_like<topt::AdamOptions>(options, visit) || visit_adam_like<topt::AdamWOptions>(options, visit))
+    return true;
+  if (auto* sgd = dynamic_cast<topt::SGDOptions*>(&options)) {
+    visit("lr", sgd->lr());
+    visit("momentum", sgd->momentum());
+    visit("dampening", sgd->dampening());
+    visit("weight_decay", sgd->weight_decay());
+    visit("nesterov", sgd->nesterov());
+  } else if (auto* rms = dynamic_cast<topt::RMSpropOptions*>(&options)) {
+    visit("lr", rms->lr());
+    visit("alpha", rms->alpha());
+    visit("eps", rms->eps());
+    visit("weight_decay", rms->weight_decay());
+    visit("momentum", rms->momentum());
+    visit("centered", rms->centered());
+  } else if (auto* ada = dynamic_cast<topt::AdagradOptions*>(&options)) {
+    visit("lr", ada->lr());
+    visit("lr_decay", ada->lr_decay());
+    visit("weight_decay", ada->weight_decay());
+    visit("eps", ada->eps());
+    visit("initial_accumulator_value", ada->initial_accumulator_value());
+  } else {
+    return false;
+  }
   return true;
 }
 
 }  // namespace
 
-std::string describe(const topt::OptimizerOptions& options) {
-  Text text;
-  if (adam_like<topt::AdamOptions>(options, text) || adam_like<topt::AdamWOptions>(options, text))
-    return text.out.str();
-  if (const auto* sgd = dynamic_cast<const topt::SGDOptions*>(&options)) {
-    text.field("lr", sgd->lr()).field("momentum", sgd->momentum()).field("dampening", sgd->dampening());
-    text.field("weight_decay", sgd->weight_decay()).field("nesterov", sgd->nesterov());
-  } else if (const auto* rms = dynamic_cast<const topt::RMSpropOptions*>(&options)) {
-    text.field("lr", rms->lr())
-        .field("alpha", rms->alpha())
-        .field("eps", rms->eps())
-        .field("weight_decay", rms->weight_decay());
-    text.field("momentum", rms->momentum()).field("centered", rms->centered());
-  } else if (const auto* ada = dynamic_cast<const topt::AdagradOptions*>(&options)) {
-    text.field("lr", ada->lr())
-        .field("lr_decay", ada->lr_decay())
-        .field("weight_decay", ada->weight_decay())
-        .field("eps", ada->eps());
-    text.field("initial_accumulator_value", ada->initial_accumulator_value());
-  } else {
-    text.field("options", c10::demangle(typeid(options).name()));
+std::vector<OptionField> option_fields(const topt::OptimizerOptions& options) {
+  std::vector<OptionField> fields;
+  visit_options(const_cast<topt::OptimizerOptions&>(options), [&](const char* name, auto& value) {
+    fields.push_back({name, static_cast<double>(value), std::is_same_v<decltype(value), bool&>});
+  });
+  return fields;
+}
+
+void set_option_fields(topt::OptimizerOptions& options, const std::vector<OptionField>& fields) {
+  const auto find = [&](const std::string& name) {
+    for (const auto& field : fields) {
+      if (field.name == name) return &field;
+    }
+    return static_cast<const OptionField*>(nullptr);
+  };
+  const auto present = option_fields(options);
+  for (const auto& field : present) {
+    const auto* given = find(field.name);
+    TORCH_CHECK(given && given->is_flag == field.is_flag, "the optimizer's option '", field.name,
+                "' is not among the given ones");
   }
-  return text.out.str();
+  TORCH_CHECK(present.size() == fields.size(), fields.size(), " options were given, the optimizer has ",
+              present.size());
+  visit_options(options, [&](const char* name, auto& value) {
+    value = static_cast<std::decay_t<decltype(value)>>(find(name)->value);
+  });
+}
+
+std::string describe(const topt::OptimizerOptions& options) {
+  std::ostringstream text;
+  text << std::setprecision(17);
+  const auto fields = option_fields(options);
+  for (const auto& field : fields) text << ' ' << field.name << ' ' << field.value;
+  if (fields.empty()) text << " options " << c10::demangle(typeid(options).name());
+  return text.str();
 }
 
 namespace {
@@ -134,26 +167,90 @@ bool visit_tensors(Kind kind, topt::OptimizerParamState& state, const Visit& vis
   return false;
 }
 
-int64_t step_of(Kind kind, const topt::OptimizerParamState& state) {
+// Calls visit(step&); false: the type counts no steps.
+template <typename Visit>
+bool visit_step(Kind kind, topt::OptimizerParamState& state, const Visit& visit) {
   switch (kind) {
     case Kind::kAdam:
-      return static_cast<const topt::AdamParamState&>(state).step();
+      visit(static_cast<topt::AdamParamState&>(state).step());
+      return true;
     case Kind::kAdamW:
-      return static_cast<const topt::AdamWParamState&>(state).step();
+      visit(static_cast<topt::AdamWParamState&>(state).step());
+      return true;
     case Kind::kRmsprop:
-      return static_cast<const topt::RMSpropParamState&>(state).step();
+      visit(static_cast<topt::RMSpropParamState&>(state).step());
+      return true;
     case Kind::kAdagrad:
-      return static_cast<const topt::AdagradParamState&>(state).step();
+      visit(static_cast<topt::AdagradParamState&>(state).step());
+      return true;
     default:
-      return 0;
+      return false;
   }
+}
+
+std::unique_ptr<topt::OptimizerParamState> empty_state(Kind kind) {
+  switch (kind) {
+    case Kind::kAdam:
+      return std::make_unique<topt::AdamParamState>();
+    case Kind::kAdamW:
+      return std::make_unique<topt::AdamWParamState>();
+    case Kind::kSgd:
+      return std::make_unique<topt::SGDParamState>();
+    case Kind::kRmsprop:
+      return std::make_unique<topt::RMSpropParamState>();
+    case Kind::kAdagrad:
+      return std::make_unique<topt::AdagradParamState>();
+    case Kind::kUnknown:
+      break;
+  }
+  TORCH_CHECK(false, "the optimizer's state is of a type that is not known");
+}
+
+topt::OptimizerParamState& writable(const topt::OptimizerParamState& state) {
+  return const_cast<topt::OptimizerParamState&>(state);  // for visitors that only look
 }
 
 }  // namespace
 
+std::vector<StateField> state_fields(Kind kind, const topt::OptimizerParamState& state) {
+  std::vector<StateField> fields;
+  const bool known = visit_tensors(kind, writable(state), [&](const char* name, const at::Tensor& tensor, const auto&) {
+    if (tensor.defined()) fields.push_back({name, tensor});
+  });
+  TORCH_CHECK(known, "the optimizer's state is of a type that is not known (", c10::demangle(typeid(state).name()),
+              ")");
+  return fields;
+}
+
+std::optional<int64_t> state_step(Kind kind, const topt::OptimizerParamState& state) {
+  std::optional<int64_t> step;
+  visit_step(kind, writable(state), [&](int64_t& value) { step = value; });
+  return step;
+}
+
+bool has_state_field(Kind kind, const std::string& name) {
+  if (kind == Kind::kUnknown) return false;
+  const auto state = empty_state(kind);
+  bool found = name == "step" && visit_step(kind, *state, [](int64_t&) {});
+  visit_tensors(kind, *state, [&](const char* each, const at::Tensor&, const auto&) { found |= name == each; });
+  return found;
+}
+
+std::unique_ptr<topt::OptimizerParamState> make_state(Kind kind, std::optional<int64_t> step,
+                                                      const std::vector<StateField>& fields) {
+  auto state = empty_state(kind);
+  if (step) visit_step(kind, *state, [&](int64_t& value) { value = *step; });
+  visit_tensors(kind, *state, [&](const char* name, const at::Tensor&, const auto& set) {
+    for (const auto& field : fields) {
+      if (field.name == name) set(field.tensor);
+    }
+  });
+  return state;
+}
+
 std::string describe(Kind kind, const topt::OptimizerParamState* state) {
   if (!state) return {};
-  std::string text = "step " + std::to_string(step_of(kind, *state));
+  std::string text = "step " + std::to_string(state_step(kind, *state).value_or(0));
   const bool known = visit_tensors(kind, const_cast<topt::OptimizerParamState&>(*state),
                                    [&](const char* name, const at::Tensor& tensor, const auto&) {
                                      if (tensor.defined()) text += std::string(" ") + name;

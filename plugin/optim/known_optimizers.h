@@ -7,7 +7,9 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 namespace trueshard::optim {
 
@@ -23,5 +25,27 @@ std::string describe(Kind kind, const torch::optim::OptimizerParamState* state);
 // Replaces every tensor of the state by change(tensor).
 void transform_tensors(Kind kind, torch::optim::OptimizerParamState& state,
                        const std::function<at::Tensor(const at::Tensor&)>& change);
+
+// The same by name, for checkpoints. Tensors that are there, in a fixed order; step: nothing where the type counts
+// none.
+struct StateField {
+  std::string name;  // "exp_avg"
+  at::Tensor tensor;
+};
+std::vector<StateField> state_fields(Kind kind, const torch::optim::OptimizerParamState& state);
+std::optional<int64_t> state_step(Kind kind, const torch::optim::OptimizerParamState& state);
+bool has_state_field(Kind kind, const std::string& name);  // "step" included, where the type counts steps
+std::unique_ptr<torch::optim::OptimizerParamState> make_state(Kind kind, std::optional<int64_t> step,
+                                                              const std::vector<StateField>& fields);
+// Options as numbers and flags; empty for a type that is not known.
+struct OptionField {
+  std::string name;  // "lr"
+  double value = 0;
+  bool is_flag = false;
+  bool operator==(const OptionField&) const = default;
+};
+std::vector<OptionField> option_fields(const torch::optim::OptimizerOptions& options);
+// `fields` must have the same names; throws before anything is set.
+void set_option_fields(torch::optim::OptimizerOptions& options, const std::vector<OptionField>& fields);
 
 }  // namespace trueshard::optim

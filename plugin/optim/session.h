@@ -66,6 +66,21 @@ class Session {
   bool full() const { return full_depth_ > 0; }
   std::vector<std::pair<std::string, at::Tensor>> state_dict(bool wanted);
 
+  // Checkpoints (session_checkpoint.cpp). A parameter's state is this rank's part of it; null: none.
+  void prepare_checkpoint(const char* operation);  // collective: outside changes are taken over, as before a step
+  Kind kind() const { return kind_; }
+  std::string optimizer_type() const;
+  const std::vector<std::vector<int64_t>>& members() const { return members_; }  // per group: parameters
+  torch::optim::OptimizerOptions& group_options(int64_t group);
+  const torch::optim::OptimizerParamState* state(int64_t parameter) const;
+  void set_state(int64_t parameter, std::unique_ptr<torch::optim::OptimizerParamState> state);
+  struct StepCounts {
+    int64_t steps = 0, skipped_steps = 0;
+  };
+  StepCounts step_counts() const { return {metrics_.steps, metrics_.skipped_steps}; }
+  void set_step_counts(const StepCounts& counts);
+  void publish_masters();  // collective: all masters were written; compute copies follow, on all ranks
+
   Metrics metrics() const;
   const ShardOptions& options() const { return options_; }
   const c10::intrusive_ptr<c10d::ProcessGroup>& group() const { return group_; }

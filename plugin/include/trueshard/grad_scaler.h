@@ -20,6 +20,13 @@ struct TRUESHARD_API GradScalerOptions {
   TORCH_ARG(bool, enabled) = true;
 };
 
+// What torch.amp.GradScaler's state_dict() holds, and the counts.
+struct TRUESHARD_API GradScalerState {
+  bool enabled = true;
+  double scale = 1.0, growth_factor = 2.0, backoff_factor = 0.5;
+  int64_t growth_interval = 2000, growth_tracker = 0, skipped_steps = 0, bounds_hit = 0;
+};
+
 class TRUESHARD_API ShardedGradScaler {
  public:
   explicit ShardedGradScaler(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
@@ -45,6 +52,12 @@ class TRUESHARD_API ShardedGradScaler {
   int64_t skipped_steps() const;
   int64_t bounds_hit() const;  // how often the scale could not grow or shrink any further
   bool enabled() const;
+
+  // Between update() and the next step. Loading refuses, before anything is set, numbers that no scaler can have, and
+  // the state of an enabled scaler in a disabled one or the other way round. Not collective.
+  GradScalerState state_dict() const;
+  void load_state_dict(const GradScalerState& state);
+  void check_state_dict(const GradScalerState& state) const;
 
  private:
   struct State;
