@@ -4,8 +4,9 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/api/module.h>
 
+#include "plugin/checkpoint/background.h"
 #include "plugin/checkpoint/load.h"
-#include "plugin/checkpoint/save.h"
+#include "plugin/checkpoint/weights.h"
 #include "plugin/comm/backend.h"
 
 namespace trueshard {
@@ -122,18 +123,54 @@ void CheckpointState::add(const std::string& name, torch::Tensor& value) {
   target.tensor = &value;
 }
 
-void save_checkpoint(const std::string& folder, const CheckpointState& state, const CheckpointOptions& options) {
-  TORCH_CHECK(options.staging_bytes() >= 1, "trueshard save_checkpoint: staging_bytes is ", options.staging_bytes(),
-              "; expected at least 1");
-  checkpoint::SaveJob job({state.targets(), transport_of(state), folder, options.staging_bytes()});
-  job.write();
+bool SaveHandle::done() const { return !save_ || save_->done(); }
+void SaveHandle::wait() const {
+  if (save_) save_->wait();
+}
+
+namespace {
+
+void require_staging(const char* operation, int64_t bytes) {
+  TORCH_CHECK(bytes >= 1, "trueshard ", operation, ": staging_bytes is ", bytes, "; expected at least 1");
+}
+
+void load_weights(const std::string& path, CheckpointState& state, const LoadOptions& options) {
+  require_staging("load_weights", options.staging_bytes());
+  const auto transport = transport_of(state);
+  checkpoint::finish_background_save(transport);
+  checkpoint::load_weights(
+      {state.targets(), transport, path, options.allow_missing(), options.allow_unexpected(), options.staging_bytes()});
+}
+
+}  // namespace
+
+SaveHandle save_checkpoint(const std::string& folder, const CheckpointState& state, const CheckpointOptions& options) {
+  require_staging("save_checkpoint", options.staging_bytes());
+  const auto transport = transport_of(state);
+  checkpoint::finish_background_save(transport);
+  const checkpoint::SaveRequest request{state.targets(), transport, folder, options.staging_bytes()};
+  if (options.asynchronous()) return SaveHandle(checkpoint::start_background_save(request));
+  checkpoint::SaveJob(request).write();
+  return SaveHandle();
 }
 
 void load_checkpoint(const std::string& folder, const CheckpointState& state, const LoadOptions& options) {
-  TORCH_CHECK(options.staging_bytes() >= 1, "trueshard load_checkpoint: staging_bytes is ", options.staging_bytes(),
-              "; expected at least 1");
-  checkpoint::load({state.targets(), transport_of(state), folder, options.allow_missing(), options.allow_unexpected(),
+  require_staging("load_checkpoint", options.staging_bytes());
+  const auto transport = transport_of(state);
+  checkpoint::finish_background_save(transport);
+  checkpoint::load({state.targets(), transport, folder, options.allow_missing(), options.allow_unexpected(),
                     options.staging_bytes()});
+}
+
+void load_weights(const std::string& path, ShardedOptimizer& optimizer, const LoadOptions& options) {
+  CheckpointState state;
+  state.add("model", optimizer);
+  load_weights(path, state, options);
+}
+void load_weights(const std::string& path, torch::nn::Module& module, const LoadOptions& options) {
+  CheckpointState state;
+  state.add("model", module);
+  load_weights(path, state, options);
 }
 
 }  // namespace trueshard

@@ -14,14 +14,6 @@ namespace trueshard::checkpoint {
 
 namespace {
 
-bool listed(const std::vector<std::string>& patterns, const std::string& name) {
-  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
-    if (!pattern.empty() && pattern.back() == '*')
-      return name.compare(0, pattern.size() - 1, pattern, 0, pattern.size() - 1) == 0;
-    return name == pattern;
-  });
-}
-
 std::string list_of(const char* title, const std::vector<std::string>& names) {
   if (names.empty()) return {};
   constexpr size_t kShown = 8;
@@ -37,6 +29,14 @@ void copy_quietly(const at::Tensor& to, const at::Tensor& from) {
 }
 
 }  // namespace
+
+bool is_listed(const std::vector<std::string>& patterns, const std::string& name) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
+    if (!pattern.empty() && pattern.back() == '*')
+      return name.compare(0, pattern.size() - 1, pattern, 0, pattern.size() - 1) == 0;
+    return name == pattern;
+  });
+}
 
 Matching::Matching(const LoadRequest& request, const Manifest& manifest, int rank, int world)
     : request_(request), manifest_(manifest), rank_(rank), world_(world) {
@@ -64,10 +64,10 @@ void Matching::apply() {
 }
 
 void Matching::missing(const std::string& label) {
-  if (!listed(request_.allow_missing, label)) missing_.push_back("'" + label + "'");
+  if (!is_listed(request_.allow_missing, label)) missing_.push_back("'" + label + "'");
 }
 void Matching::unexpected(const std::string& label) {
-  if (!listed(request_.allow_unexpected, label)) unexpected_.push_back("'" + label + "'");
+  if (!is_listed(request_.allow_unexpected, label)) unexpected_.push_back("'" + label + "'");
 }
 
 void Matching::match(const Target& target) {

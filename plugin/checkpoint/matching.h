@@ -17,6 +17,9 @@ struct Reading {  // one stored tensor, of which this rank reads `part` into mem
   bool whole = false;  // every rank that wants it reads all of it
 };
 
+// Whether a name is among those given; a last '*' stands for any rest.
+bool is_listed(const std::vector<std::string>& patterns, const std::string& name);
+
 class Matching {
  public:
   Matching(const LoadRequest& request, const Manifest& manifest, int rank, int world);

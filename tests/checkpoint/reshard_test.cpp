@@ -68,7 +68,7 @@ std::string saved_bytes(const std::string& folder) {
 TEST(FieldCase21, ASaveIsTheSameBytesForEveryNumberOfRanksAndStage) {
   const TemporaryFolder folder;
   std::string first;
-  for (const auto& [world, stage] : {std::pair(1, 0), {2, 1}, {3, 2}, {4, 0}, {4, 2}, {6, 1}}) {
+  for (const auto& [world, stage] : {std::pair(1, 0), {2, 1}, {3, 2}, {4, 0}, {4, 3}, {6, 1}}) {
     const auto results = run_threads(world, [&, stage = stage](int, const Group& group) {
       ToyRun run(group, stage);
       for (int i = 0; i < 3; ++i) run.step(i);
@@ -95,7 +95,7 @@ TEST(FieldCase21, AnySaveLoadsOnAnyNumberOfRanksAndGoesOnWithTheSameBits) {
     });
     ASSERT_TRUE(results.ok()) << results;
     for (const int to : {1, 2, 3, 4}) {
-      for (const int stage : {0, 1, 2}) {
+      for (const int stage : {0, 1, 2, 3}) {
         const auto resumed = run_threads(to, [&](int, const Group& group) {
           ToyRun run(group, stage, true);
           load_checkpoint(folder / std::to_string(from), run.state);

@@ -65,7 +65,7 @@ TEST_P(ExactResume, InTheSameProcessAfterGoingOn) {
   EXPECT_TRUE(results.ok()) << results;
 }
 
-INSTANTIATE_TEST_SUITE_P(Stages, ExactResume, ::testing::Values(0, 1, 2));
+INSTANTIATE_TEST_SUITE_P(Stages, ExactResume, ::testing::Values(0, 1, 2, 3));
 
 TEST(ExactResumeAfterASave, ANewerSaveOfTheSameNameIsTheOneThatLoads) {
   const TemporaryFolder folder;

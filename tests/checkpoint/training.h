@@ -14,16 +14,16 @@
 namespace trueshard::testing {
 
 struct SmallNetImpl : torch::nn::Module {
-  torch::nn::Linear in{nullptr}, out{nullptr};
+  torch::nn::Linear first{nullptr}, out{nullptr};
   torch::nn::BatchNorm1d norm{nullptr};
   torch::nn::Dropout dropout{nullptr};
   SmallNetImpl() {
-    in = register_module("in", torch::nn::Linear(7, 19));
+    first = register_module("first", torch::nn::Linear(7, 19));
     norm = register_module("norm", torch::nn::BatchNorm1d(19));
     dropout = register_module("dropout", torch::nn::Dropout(0.3));
     out = register_module("out", torch::nn::Linear(19, 3));
   }
-  torch::Tensor forward(const torch::Tensor& x) { return out(dropout(torch::relu(norm(in(x))))); }
+  torch::Tensor forward(const torch::Tensor& x) { return out(dropout(torch::relu(norm(first(x))))); }
 };
 TORCH_MODULE(SmallNet);
 

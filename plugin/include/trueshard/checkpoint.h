@@ -21,7 +21,8 @@ namespace trueshard {
 
 namespace checkpoint {
 struct Target;
-}
+class BackgroundSave;
+}  // namespace checkpoint
 
 // Names the parts of a program's state. Holds references: what is added must outlive the CheckpointState.
 class TRUESHARD_API CheckpointState {
@@ -57,6 +58,10 @@ class TRUESHARD_API CheckpointState {
 };
 
 struct TRUESHARD_API CheckpointOptions {
+  // true: the call returns as soon as this rank's part is copied; the writing goes on beside training, with that copy
+  // as its only memory. One at a time: the next save or load waits for it first, and throws its error if nobody has
+  // seen it. A program that ends waits for it, too.
+  TORCH_ARG(bool, asynchronous) = false;
   // Bytes in one write or read; where a copy is needed on the way (parameters with permuted strides), its size.
   TORCH_ARG(int64_t, staging_bytes) = int64_t{8} << 20;
 };
@@ -69,10 +74,29 @@ struct TRUESHARD_API LoadOptions {
   TORCH_ARG(int64_t, staging_bytes) = int64_t{8} << 20;
 };
 
+// A save that was begun.
+class TRUESHARD_API SaveHandle {
+ public:
+  SaveHandle() = default;  // of a save that is done
+  explicit SaveHandle(std::shared_ptr<checkpoint::BackgroundSave> save) : save_(std::move(save)) {}
+  bool done() const;  // visible, or failed
+  void wait() const;  // until then; throws the save's error, the same on all ranks. Not collective.
+
+ private:
+  std::shared_ptr<checkpoint::BackgroundSave> save_;
+};
+
 // Replaces a checkpoint of the same name.
-TRUESHARD_API void save_checkpoint(const std::string& folder, const CheckpointState& state,
-                                   const CheckpointOptions& options = {});
+TRUESHARD_API SaveHandle save_checkpoint(const std::string& folder, const CheckpointState& state,
+                                         const CheckpointOptions& options = {});
 TRUESHARD_API void load_checkpoint(const std::string& folder, const CheckpointState& state,
                                    const LoadOptions& options = {});
+
+// Weights and buffers from elsewhere, by name: safetensors (a file, a folder, a checkpoint of this library, what
+// PyTorch's DCP wrote through its HuggingFaceStorageWriter), a TorchScript file, a module saved with torch::save, a
+// state dictionary saved with torch.save. Strict by name ("enc.0.weight"); values are taken as they are or widened
+// exactly. Optimizer state stays as it is: the one of torch::save is loaded into the plain optimizer before shard().
+TRUESHARD_API void load_weights(const std::string& path, ShardedOptimizer& optimizer, const LoadOptions& options = {});
+TRUESHARD_API void load_weights(const std::string& path, torch::nn::Module& module, const LoadOptions& options = {});
 
 }  // namespace trueshard
