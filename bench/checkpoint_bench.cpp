@@ -25,7 +25,7 @@ struct NetImpl : torch::nn::Module {
   std::vector<at::Tensor> weights;
   explicit NetImpl(int64_t millions) {
     for (int64_t i = 0; i < millions; ++i)
-      weights.push_back(register_parameter("layer" + std::to_string(i) + ".weight", at::full({1000, 1000}, 0.01)));
+      weights.push_back(register_parameter("layer" + std::to_string(i) + "_weight", at::full({1000, 1000}, 0.01)));
   }
 };
 

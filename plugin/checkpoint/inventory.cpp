@@ -131,8 +131,7 @@ class Clerk {
     list_tensor(slot, view.sizes);
     if (view.piece.empty()) return;
     const auto item = static_cast<int64_t>(c10::elementSize(slot.dtype));
-    Part part{slot.file, slot.name, view.piece.begin * item, view.piece.end * item, source.data, source.keep};
-    part.item = item;
+    Part part{slot.file, slot.name, view.piece.begin * item, view.piece.end * item, source.data, source.keep, {}, item};
     if (view.row_major) {
       part.data += (view.piece.begin - view.owned.begin) * item;
     } else {

@@ -102,7 +102,8 @@ void print_entry(const StoredEntry& entry) {
     std::cout << "scale " << entry.scaler->scale << ", growth tracker " << entry.scaler->growth_tracker << ", "
               << entry.scaler->skipped_steps << " skipped\n";
   } else {
-    std::cout << describe(entry).substr(entry.key.size() + 3) << '\n';
+    const Json json = entry_to_json(entry);
+    std::cout << name_of(entry.kind) << (json.contains("value") ? " " + json["value"].dump() : "") << '\n';
   }
 }
 
