@@ -229,6 +229,8 @@ TEST(Python, WritesWeightsThatLoad) {
   }
   auto module = python_toy(0);
   EXPECT_THAT(error_of([&] { load_weights(folder / "dcp", *module); }), HasSubstr("dcp_to_torch_save"));
+  EXPECT_THAT(error_of([&] { load_weights(folder / "ordered.pt", *module); }),
+              HasSubstr("safetensors.torch.save_file("));
 }
 
 }  // namespace

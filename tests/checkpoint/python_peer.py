@@ -2,7 +2,7 @@
 """The other side of tests/checkpoint/import_test.cpp: reads what the library wrote, and writes what it must read.
 
 usage: python_peer.py check FOLDER   FOLDER is a checkpoint of a Toy after one step of SGD
-       python_peer.py make FOLDER    writes plain.safetensors, hf/, hf_shards/, dcp/, state.pt and script.pt
+       python_peer.py make FOLDER    writes plain.safetensors, hf/, hf_shards/, dcp/, state.pt, ordered.pt and script.pt
 Exit status 77: a package is missing (its name on stdout).
 """
 
@@ -76,7 +76,8 @@ def make(folder):
     torch.multiprocessing.spawn(write_shards, args=(folder,), nprocs=2)
     dcp.save(state, checkpoint_id=f"{folder}/dcp", no_dist=True)
     net = Net()
-    torch.save({"epoch": 3, "model": net.state_dict()}, f"{folder}/state.pt")
+    torch.save({name: p.detach() for name, p in net.named_parameters()}, f"{folder}/state.pt")
+    torch.save(net.state_dict(), f"{folder}/ordered.pt")  # an OrderedDict with attributes: beyond libtorch's reader
     torch.jit.script(net).save(f"{folder}/script.pt")
 
 
