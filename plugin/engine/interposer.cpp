@@ -17,11 +17,11 @@ constexpr auto kKey = c10::DispatchKey::DeferredInit;
 
 class Pins {
  public:
-  Pins() = default;
+  explicit Pins(const c10::OperatorHandle& op) : op_(op) {}
   Pins(const Pins&) = delete;
   Pins& operator=(const Pins&) = delete;
   ~Pins() {
-    for (const auto& managed : pinned_) managed.gatherer->unpin(managed.parameter);
+    for (const auto& pin : pins_) pin.managed.gatherer->unpin(pin.managed.parameter);
   }
   void add(const c10::IValue& value, bool written) {
     if (value.isTensor()) {
@@ -34,17 +34,40 @@ class Pins {
       for (const c10::IValue& element : value.toTupleRef().elements()) add(element, written);
     }
   }
+  // The operator has not thrown.
+  void note_writes() const {
+    for (const auto& pin : pins_) {
+      if (pin.written) pin.managed.gatherer->note_write(pin.managed.parameter);
+    }
+  }
 
  private:
+  struct Pin {
+    Managed managed;
+    bool written;
+  };
   void add(const at::Tensor& tensor, bool written) {
     if (!tensor.defined() || !tensor.key_set().has(kKey) || !tensor.has_storage()) return;
-    const auto managed = find_managed(tensor.storage().unsafeGetStorageImpl());
+    auto managed = find_managed(tensor.storage().unsafeGetStorageImpl());
     if (managed.gatherer == nullptr) return;
+    check(tensor, managed.gatherer->spec(managed.parameter));
     managed.gatherer->pin(managed.parameter);
-    pinned_.push_back(managed);
-    if (written) managed.gatherer->note_write(managed.parameter);
+    pins_.push_back({std::move(managed), written});
   }
-  c10::SmallVector<Managed, 8> pinned_;
+  void check(const at::Tensor& tensor, const GatherSpec& spec) const {
+    TORCH_CHECK(tensor.element_size() == static_cast<int64_t>(c10::elementSize(spec.compute_dtype)),
+                "trueshard: a view of parameter '", spec.name, "' is ", c10::toString(tensor.scalar_type()),
+                ", the parameter is ", c10::toString(spec.compute_dtype),
+                " now; views from inside a FullParametersGuard end with it, take the view anew");
+    const auto& name = op_.schema().name();
+    TORCH_CHECK(
+        name.rfind("c10d::", 0) != 0 && name.rfind("_c10d_functional", 0) != 0, "trueshard: ", name,
+        " would use parameter '", spec.name,
+        "' after it has returned, but it is sharded (Stage::Zero3) and may be freed by then; communicate inside a "
+        "FullParametersGuard, or use a copy (clone())");
+  }
+  const c10::OperatorHandle& op_;
+  c10::SmallVector<Pin, 8> pins_;
 };
 
 // Autocast keeps the 16-bit copies of leaves until its outermost exit: whole parameters would stay with them.
@@ -73,8 +96,10 @@ bool is_view(const c10::OperatorHandle& op) {
   return true;
 }
 
+bool belongs_to_libtorch(const c10::OperatorHandle& op) { return op.schema().name().rfind("aten::", 0) == 0; }
+
 void interpose(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  Pins pins;
+  Pins pins(op);
   if (!is_view(op)) {
     const auto& arguments = op.schema().arguments();
     const auto values = torch::jit::last(*stack, arguments.size());
@@ -84,8 +109,15 @@ void interpose(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     }
   }
   const NoAutocastCache no_cache;
-  const c10::impl::ExcludeDispatchKeyGuard exclude{c10::DispatchKeySet(kKey)};
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  if (belongs_to_libtorch(op)) {
+    // It uses its arguments only. Others' operators may use any parameter, and are watched inside as well.
+    const c10::impl::ExcludeDispatchKeyGuard exclude{c10::DispatchKeySet(kKey)};
+    op.redispatchBoxed(below, stack);
+  } else {
+    op.redispatchBoxed(below, stack);
+  }
+  pins.note_writes();
 }
 
 // There is no public setter for a key.

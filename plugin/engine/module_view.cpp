@@ -103,9 +103,25 @@ ModuleView view_module(torch::jit::Module& module, const MixedPrecisionPolicy& p
   return view_listing(listing, policy);
 }
 
+std::string name_for_unit(const std::string& name, const std::vector<std::string>& other_names,
+                          const ShardOptions& options) {
+  const auto is_named = [&](const std::string& candidate) {
+    for (const auto& unit : options.units()) {
+      if (!unit.empty() && candidate.rfind(unit + ".", 0) == 0) return true;
+    }
+    return false;
+  };
+  if (is_named(name)) return name;
+  for (const auto& other : other_names) {
+    if (is_named(other)) return other;
+  }
+  return name;
+}
+
 void check_units(const ModuleView& view, const ShardOptions& options) {
   std::vector<plan::UnitSpec> specs;
-  for (const auto& p : view.parameters) specs.push_back({p.name, static_cast<int64_t>(p.tensor.nbytes())});
+  for (const auto& p : view.parameters)
+    specs.push_back({name_for_unit(p.name, p.other_names, options), static_cast<int64_t>(p.tensor.nbytes())});
   plan::make_unit_plan(specs, {options.units(), options.unit_bytes()});
 }
 

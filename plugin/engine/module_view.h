@@ -48,5 +48,9 @@ ModuleView view_module(torch::jit::Module& module, const MixedPrecisionPolicy& p
 void check_shardable(const ModuleView& view);
 // Throws when ShardOptions.units names what the module does not have.
 void check_units(const ModuleView& view, const ShardOptions& options);
+// The name by which a parameter is given to a unit: the first of its names that lies below a named unit, else the
+// first.
+std::string name_for_unit(const std::string& name, const std::vector<std::string>& other_names,
+                          const ShardOptions& options);
 
 }  // namespace trueshard::engine

@@ -183,7 +183,7 @@ void ShardedModel::make_gatherer() {
       const auto range = owned(i, r);
       if (!range.empty()) spec.pieces.push_back({master(i, r), range, r == rank()});
     }
-    specs.push_back({p.name, spec.numel * compute_itemsize(i)});
+    specs.push_back({name_for_unit(p.name, p.other_names, options_), spec.numel * compute_itemsize(i)});
     parts.parameters.push_back(std::move(spec));
   }
   parts.units = plan::make_unit_plan(specs, {options_.units(), options_.unit_bytes()});
@@ -312,18 +312,26 @@ ShardedModel::Shown ShardedModel::shown(int64_t parameter) const {
   return shown;
 }
 
-bool ShardedModel::changed(int64_t parameter) const {
-  const auto& p = parameters_[parameter];
+bool ShardedModel::changed(int64_t parameter) {
+  auto& p = parameters_[parameter];
   if (p.numel == 0) return false;
-  return !attached(parameter) || p.tensor._version() != p.version || (gatherer_ && gatherer_->written(parameter));
+  if (!attached(parameter)) return true;
+  if (gatherer_ == nullptr) return p.tensor._version() != p.version;
+  if (!gatherer_->written(parameter)) return false;
+  if (!gatherer_->agrees_with_masters(parameter)) return true;
+  gatherer_->forget_write(parameter);  // the values that were there before
+  p.version = p.tensor._version();
+  return false;
 }
 
-void ShardedModel::adopt(int64_t parameter) {
+bool ShardedModel::shows_foreign_memory(int64_t parameter) const {
+  const auto& p = parameters_[parameter];
+  return p.tensor.storage().unsafeGetStorageImpl() != p.storage.unsafeGetStorageImpl();
+}
+
+void ShardedModel::adopt(int64_t parameter, const std::byte* values) {
   auto& p = parameters_[parameter];
-  {
-    const auto values = shown(parameter);
-    store(parameter, values.data(), p.compute_dtype);
-  }
+  store(parameter, values, p.compute_dtype);
   if (!attached(parameter)) attach(parameter);
   if (gatherer_) gatherer_->forget_write(parameter);
   p.version = p.tensor._version();

@@ -88,10 +88,12 @@ class ShardedModel {
     const std::byte* data() const { return static_cast<const std::byte*>(tensor.const_data_ptr()); }
   };
   Shown shown(int64_t parameter) const;
-  // The user's tensor shows something else than what its master says.
-  bool changed(int64_t parameter) const;
-  // Takes over what the tensor shows: master and compute copy, and the tensor's own storage.
-  void adopt(int64_t parameter);
+  // The user's tensor shows something else than what the masters say. Reads masters: not after ranks have met.
+  bool changed(int64_t parameter);
+  // The tensor shows memory of somebody else, which may be another parameter's.
+  bool shows_foreign_memory(int64_t parameter) const;
+  // Takes over values in the compute dtype (what the tensor shows): master, compute copy, the tensor's own storage.
+  void adopt(int64_t parameter, const std::byte* values);
   // Takes over whole values in stored_dtype(), of which this rank keeps what it owns.
   void adopt_whole(int64_t parameter, const std::byte* values);
   // Masters are complete on this rank; all ranks say so equally often, after all of them met. ZeRO-3 gathers anew.

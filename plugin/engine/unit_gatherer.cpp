@@ -4,6 +4,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
+#include <cstring>
 #include <shared_mutex>
 #include <unordered_map>
 
@@ -20,7 +21,11 @@ size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 // All managed storages of the process. Looked up for every operator that touches a managed parameter.
 struct Table {
   std::shared_mutex mutex;
-  std::unordered_map<const c10::StorageImpl*, Managed> of;
+  struct Entry {
+    UnitGatherer* gatherer;
+    int64_t parameter;
+  };
+  std::unordered_map<const c10::StorageImpl*, Entry> of;
 };
 Table& table() {
   static auto* the_table = new Table;  // outlives modules in static objects
@@ -30,7 +35,9 @@ Table& table() {
 std::string freed_text(const std::string& name) {
   return "trueshard: parameter '" + name +
          "' is sharded (Stage::Zero3) and not whole at the moment. Operators make it whole by themselves; for raw "
-         "pointers, torch::save and the like use a FullParametersGuard, full_state_dict() or save_checkpoint()";
+         "pointers, torch::save and the like use a FullParametersGuard, full_state_dict() or save_checkpoint(). Views "
+         "and "
+         "graphs from before shard() must be made anew";
 }
 
 }  // namespace
@@ -39,7 +46,8 @@ Managed find_managed(const c10::StorageImpl* storage) {
   auto& all = table();
   const std::shared_lock<std::shared_mutex> lock(all.mutex);
   const auto found = all.of.find(storage);
-  return found == all.of.end() ? Managed{} : found->second;
+  if (found == all.of.end()) return {};
+  return {found->second.gatherer->shared_from_this(), found->second.parameter};
 }
 
 UnitGatherer::UnitGatherer(GathererParts parts)
@@ -209,21 +217,23 @@ void UnitGatherer::gather(Lock& lock, int64_t u, bool in_parallel) {
   if (error) std::rethrow_exception(error);
 }
 
-void UnitGatherer::copy_unit(int64_t u, std::byte* buffer, bool in_parallel) {
-  for (const auto p : parts_.units.units[static_cast<size_t>(u)].parameters) {
-    const auto& spec = parts_.parameters[static_cast<size_t>(p)];
-    const auto from = kernel_dtype(spec.stored_dtype), to = kernel_dtype(spec.compute_dtype);
-    std::byte* whole = buffer + slots_[static_cast<size_t>(p)].offset;
-    for (const auto& piece : spec.pieces) {
-      const auto copy = [&](int64_t begin, int64_t end) {
-        kernels::kernels().cast(piece.master + begin * kernels::itemsize(from), from,
-                                whole + (piece.range.begin + begin) * kernels::itemsize(to), to, end - begin);
-      };
-      if (in_parallel) {
-        for_blocks(piece.range.size(), copy);
-      } else {
-        copy(0, piece.range.size());
-      }
+void UnitGatherer::copy_unit(int64_t u, std::byte* buffer, bool in_parallel) const {
+  for (const auto p : parts_.units.units[static_cast<size_t>(u)].parameters)
+    copy_parameter(p, buffer + slots_[static_cast<size_t>(p)].offset, in_parallel);
+}
+
+void UnitGatherer::copy_parameter(int64_t p, std::byte* whole, bool in_parallel) const {
+  const auto& from_spec = spec(p);
+  const auto from = kernel_dtype(from_spec.stored_dtype), to = kernel_dtype(from_spec.compute_dtype);
+  for (const auto& piece : from_spec.pieces) {
+    const auto copy = [&](int64_t begin, int64_t end) {
+      kernels::kernels().cast(piece.master + begin * kernels::itemsize(from), from,
+                              whole + (piece.range.begin + begin) * kernels::itemsize(to), to, end - begin);
+    };
+    if (in_parallel) {
+      for_blocks(piece.range.size(), copy);
+    } else {
+      copy(0, piece.range.size());
     }
   }
 }
@@ -350,6 +360,14 @@ void UnitGatherer::note_write(int64_t parameter) {
   if (slot.written || slot.storage == nullptr) return;
   slot.written = true;
   ++unit_of(parameter).writes;
+}
+
+bool UnitGatherer::agrees_with_masters(int64_t parameter) {
+  parts_.epoch->wait();
+  const auto bytes = static_cast<size_t>(spec(parameter).numel) * c10::elementSize(spec(parameter).compute_dtype);
+  const auto fresh = c10::GetAllocator(c10::kCPU)->allocate(bytes);
+  copy_parameter(parameter, static_cast<std::byte*>(fresh.get()), /*in_parallel=*/true);
+  return std::memcmp(fresh.get(), contents(parameter), bytes) == 0;
 }
 
 bool UnitGatherer::written(int64_t parameter) const {

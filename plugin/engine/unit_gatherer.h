@@ -69,8 +69,11 @@ class UnitGatherer : public std::enable_shared_from_this<UnitGatherer> {
   void unpin(int64_t parameter) noexcept;
   const std::byte* contents(int64_t parameter) const;  // whole; valid while pinned or written
 
-  // Somebody wrote to the whole copy: it is kept until the value was taken over (forget_write) or masters change.
+  // Somebody wrote to the whole copy (which is pinned): it is kept until the value was taken over (forget_write) or
+  // masters change.
   void note_write(int64_t parameter);
+  // The whole copy (written) has the bits that a gather would give it. Reads all masters.
+  bool agrees_with_masters(int64_t parameter);
   bool written(int64_t parameter) const;
   void forget_write(int64_t parameter);
 
@@ -82,7 +85,7 @@ class UnitGatherer : public std::enable_shared_from_this<UnitGatherer> {
   int64_t resident_bytes() const;  // whole units and spare buffers
   int64_t bytes_gathered() const;  // out of other ranks' masters
   double seconds() const;          // spent gathering
-  const plan::UnitPlan& units() const { return parts_.units; }
+  const GatherSpec& spec(int64_t parameter) const { return parts_.parameters[static_cast<size_t>(parameter)]; }
 
  private:
   enum class State { kFreed, kGathering, kWhole };
@@ -114,7 +117,8 @@ class UnitGatherer : public std::enable_shared_from_this<UnitGatherer> {
   void make_whole(Lock& lock, int64_t unit);
   // The unit's state is kGathering and it has its buffer; afterwards it is whole, or freed if an error is thrown.
   void gather(Lock& lock, int64_t unit, bool in_parallel);
-  void copy_unit(int64_t unit, std::byte* buffer, bool in_parallel);
+  void copy_unit(int64_t unit, std::byte* buffer, bool in_parallel) const;
+  void copy_parameter(int64_t parameter, std::byte* whole, bool in_parallel) const;
   void prefetch();
   void run_ahead();  // the thread
   bool has_room_for(int64_t unit, int64_t distance) const;
@@ -144,10 +148,10 @@ class UnitGatherer : public std::enable_shared_from_this<UnitGatherer> {
 };
 
 struct Managed {
-  UnitGatherer* gatherer = nullptr;
+  std::shared_ptr<UnitGatherer> gatherer;
   int64_t parameter = 0;
 };
-// Who manages what a storage shows; valid while the storage lives. gatherer is null: nobody.
+// Who manages what a storage shows. gatherer is null: nobody. The storage must be alive.
 Managed find_managed(const c10::StorageImpl* storage);
 
 // Keeps what a tensor shows whole, if somebody manages it.

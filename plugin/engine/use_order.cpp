@@ -5,10 +5,14 @@
 
 namespace trueshard::engine {
 
+namespace {
+constexpr size_t kLongestRound = size_t{1} << 16;  // uses; between two steps, or for ever where nobody steps
+}
+
 void UseOrder::used(int64_t unit) {
   last_[static_cast<size_t>(unit)] = ++uses_;
   if (!recorded_.empty() && recorded_.back() == unit) return;
-  recorded_.push_back(unit);
+  if (recorded_.size() < kLongestRound) recorded_.push_back(unit);
   if (!predicts_) return;
   const auto& at = positions_[static_cast<size_t>(unit)];
   const auto next = std::upper_bound(at.begin(), at.end(), cursor_);

@@ -118,6 +118,13 @@ class Session {
   std::unique_ptr<engine::Publisher> publisher_;
   std::unique_ptr<engine::NormExchange> norms_;
   ShardedOptimizer* outer_ = nullptr;
+  // Parameters that changed behind the optimizer's back, as of changes_digest(). Values that lie in foreign memory,
+  // which may be another parameter's, are copied before any parameter is taken over.
+  struct Change {
+    int64_t parameter;
+    at::Tensor copy;  // undefined: the tensor's own memory has it
+  };
+  std::vector<Change> changes_;
   std::vector<at::Tensor> pending_stand_ins_;
   kernels::GradientFactors pending_;
   double pending_inverse_ = 1.0;  // fp64

@@ -60,11 +60,8 @@ void Session::enter_full() {
   if (diverged_ && !model_->keeps_compute_copies()) {
     // What others have written must not show here: the masters are read before they take it over.
     full_ = publisher_->gather_masters(true);
-    for (int64_t p = 0; p < model_->size(); ++p) {
-      if (!model_->manages(p) || !model_->changed(p)) continue;
-      const auto values = model_->shown(p);
-      full_[p].copy_(values.tensor);
-    }
+    for (const auto& change : changes_)
+      full_[change.parameter].copy_(change.copy.defined() ? change.copy : model_->shown(change.parameter).tensor);
     adopt_changes();
   } else {
     adopt_changes();
@@ -100,11 +97,23 @@ void Session::leave_full() {
   if (--full_depth_ > 0) return;
   const uint64_t digest = contents_digest();
   if (digest != entered_digest_ || diverged_) guard_digest_ = digest;
+  // A parameter that was cast or reshaped under the guard keeps its master; changes_digest() says so to all ranks. What
+  // lies in another parameter's memory (set_data) is copied before that memory goes.
+  std::vector<at::Tensor> copies(static_cast<size_t>(model_->size()));
+  const auto written = [&](int64_t p) {
+    return model_->parameters()[p].numel > 0 && model_->manages(p) && shows_masters(p);
+  };
   for (int64_t p = 0; p < model_->size(); ++p) {
-    // A parameter that was cast or reshaped under the guard keeps its master; changes_digest() says so to all ranks.
-    if (model_->parameters()[p].numel == 0 || !model_->manages(p) || !shows_masters(p)) continue;
-    const auto values = model_->shown(p);
-    model_->adopt_whole(p, values.data());
+    if (written(p) && model_->shows_foreign_memory(p)) {
+      const auto& parameter = model_->parameters()[p];
+      copies[p] = at::empty_strided(parameter.sizes, parameter.strides, parameter.tensor.options());
+      copies[p].copy_(parameter.tensor.detach());
+    }
+  }
+  for (int64_t p = 0; p < model_->size(); ++p) {
+    if (!copies[p].defined() && !written(p)) continue;
+    const auto values = copies[p].defined() ? copies[p] : model_->shown(p).tensor;
+    model_->adopt_whole(p, static_cast<const std::byte*>(values.const_data_ptr()));
   }
   model_->masters_changed();
 }

@@ -39,6 +39,11 @@ class BorrowedGroups {
   torch::optim::Optimizer& inner_;
 };
 
+// In the same memory order.
+at::Tensor copy_of(const at::Tensor& tensor) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()).copy_(tensor);
+}
+
 }  // namespace
 
 // ---- reduction -----------------------------------------------------------------------------------------------------
@@ -57,6 +62,7 @@ void Session::require_groups() const {
 
 uint64_t Session::changes_digest() {
   uint64_t digest = guard_digest_;
+  changes_.clear();
   for (int64_t p = 0; p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
     if (parameter.numel == 0 || !model_->manages(p)) continue;
@@ -72,16 +78,22 @@ uint64_t Session::changes_digest() {
     }
     if (!model_->changed(p)) continue;
     digest = plan::digest(parameter.name.data(), static_cast<int64_t>(parameter.name.size()), digest | 1);
-    digest = plan::digest(model_->shown(p).data(), parameter.numel * model_->compute_itemsize(p), digest);
+    const auto shown = model_->shown(p);
+    digest = plan::digest(shown.data(), parameter.numel * model_->compute_itemsize(p), digest);
+    changes_.push_back({p, model_->shows_foreign_memory(p) ? copy_of(shown.tensor) : at::Tensor()});
   }
   return digest;
 }
 
 void Session::adopt_changes() {
   bool any = diverged_;  // else the same on all ranks
-  for (int64_t p = 0; p < model_->size(); ++p) {
-    if (!model_->manages(p) || !model_->changed(p)) continue;
-    model_->adopt(p);
+  for (const auto& change : std::exchange(changes_, {})) {
+    if (change.copy.defined()) {
+      model_->adopt(change.parameter, static_cast<const std::byte*>(change.copy.const_data_ptr()));
+    } else {
+      const auto shown = model_->shown(change.parameter);
+      model_->adopt(change.parameter, shown.data());
+    }
     any = true;
   }
   if (any) model_->masters_changed();

@@ -61,5 +61,15 @@ TEST(UseOrder, SkippedUsesMoveThePredictionOn) {
   EXPECT_EQ(order.upcoming(1), 3);
 }
 
+// Evaluation for ever: nothing grows with it.
+TEST(UseOrder, ARoundThatNeverEndsIsNotRecordedWithoutEnd) {
+  UseOrder order(2);
+  for (int i = 0; i < 200000; ++i) order.used(i % 2);
+  order.begin_round();
+  int64_t known = 0;
+  while (order.upcoming(known + 1) >= 0) ++known;
+  EXPECT_EQ(known, 1 << 16);
+}
+
 }  // namespace
 }  // namespace trueshard::engine

@@ -16,6 +16,7 @@ namespace trueshard {
 // what it sees, so all ranks must write the same values; a digest rides on the next collective, and a difference is an
 // error on all ranks. broadcast(source) before leaving gives every rank what `source` wrote; after such an error (and
 // zero_grad()) a new guard with the same writes on all ranks, or with broadcast(), puts things right.
+// Views of parameters do not survive entering or leaving under a 16-bit policy: the parameter's dtype changes.
 // Entering while a backward pass runs is an error. Do not enter between a forward and its backward: libtorch gives the
 // library no way to notice.
 class TRUESHARD_API FullParametersGuard {
