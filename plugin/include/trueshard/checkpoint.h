@@ -94,8 +94,9 @@ TRUESHARD_API void load_checkpoint(const std::string& folder, const CheckpointSt
 
 // Weights and buffers from elsewhere, by name: safetensors (a file, a folder, a checkpoint of this library, what
 // PyTorch's DCP wrote through its HuggingFaceStorageWriter), a TorchScript file, a module saved with torch::save, a
-// plain dictionary of tensors saved with torch.save. Strict by name ("enc.0.weight"); values are taken as they are or widened
-// exactly. Optimizer state stays as it is: the one of torch::save is loaded into the plain optimizer before shard().
+// plain dictionary of tensors saved with torch.save. Strict by name ("enc.0.weight"); values are taken as they are or
+// widened exactly. Optimizer state stays as it is: the one of torch::save is loaded into the plain optimizer before
+// shard().
 TRUESHARD_API void load_weights(const std::string& path, ShardedOptimizer& optimizer, const LoadOptions& options = {});
 TRUESHARD_API void load_weights(const std::string& path, torch::nn::Module& module, const LoadOptions& options = {});
 

@@ -48,8 +48,8 @@ struct TRUESHARD_API ShardOptions {
   TORCH_ARG(int64_t, unit_bytes) = int64_t{8} << 20;
   // Zero3: units stay whole after their use as far as this many bytes go. Unset: twice the largest unit.
   TORCH_ARG(std::optional<int64_t>, resident_bytes);
-  // Zero3: a thread of its own makes this many units whole ahead of their use, within resident_bytes, along the order of
-  // the step before. Worth it where a core is idle.
+  // Zero3: a thread of its own makes this many units whole ahead of their use, within resident_bytes, along the order
+  // of the step before. Worth it where a core is idle.
   TORCH_ARG(int64_t, prefetch_units) = 0;
   // true: 16-bit parameters are stepped in their own dtype, without fp32 masters. The updates of small steps are then
   // lost.
