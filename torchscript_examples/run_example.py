@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Runs an example on several ranks and compares what rank 0 prints with a file.
 
-usage: run_example.py --program PROGRAM --ranks N --expected FILE
+usage: run_example.py --program PROGRAM --ranks N --expected FILE [ARGUMENT ...]      ARGUMENT: for the program
 """
 
 import argparse
@@ -15,12 +15,12 @@ from pathlib import Path
 DEADLINE = 300  # seconds; a hang is a failure
 
 
-def start(program, ranks, folder):
+def start(command, ranks, folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     base = dict(os.environ, WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    return [subprocess.Popen([program], cwd=folder, env=dict(base, RANK=str(rank)), text=True,
+    return [subprocess.Popen(command, cwd=folder, env=dict(base, RANK=str(rank)), text=True,
                              stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, stderr=None)
             for rank in range(ranks)]
 
@@ -30,9 +30,10 @@ def main():
     parser.add_argument("--program", required=True, type=Path)
     parser.add_argument("--ranks", required=True, type=int)
     parser.add_argument("--expected", required=True, type=Path)
+    parser.add_argument("arguments", nargs="*")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        processes = start(options.program.resolve(), options.ranks, folder)
+        processes = start([options.program.resolve(), *options.arguments], options.ranks, folder)
         try:
             printed = processes[0].communicate(timeout=DEADLINE)[0]
             codes = [process.wait(timeout=DEADLINE) for process in processes]

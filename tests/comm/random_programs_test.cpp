@@ -230,13 +230,13 @@ std::string verdict(const Program& program, const Call& call, const std::string&
 }
 
 std::string run_program(const Program& program, Rank& rank) {
-  Group group = rank.group(milliseconds(program.fatal ? 400 : 60000));
+  Group group = rank.group(milliseconds(program.fatal ? 250 : 60000));
   auto runner = std::make_unique<Runner>(program, group);
   for (size_t i = 0; i < program.calls.size(); ++i) {
     const Call& call = program.calls[i];
     if (call.culprit == rank.rank) {
       if (call.fault == Fault::kLate) std::this_thread::sleep_for(milliseconds(5));
-      if (call.fault == Fault::kStalls) std::this_thread::sleep_for(milliseconds(900));
+      if (call.fault == Fault::kStalls) std::this_thread::sleep_for(milliseconds(600));
       if (call.fault == Fault::kLeaves) return {};
       if (call.fault == Fault::kAborts) group->getBackend(c10::DeviceType::CPU)->abort();
     }

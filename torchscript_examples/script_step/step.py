@@ -20,14 +20,14 @@ class TrainStep(torch.nn.Module):
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
         self.group = group
-        self.scaler = torch.classes.trueshard.ShardedGradScaler(group, 2.0**127 / 4, 2.0, 0.5, 4, True)
+        self.scaler = torch.classes.trueshard.ShardedGradScaler(group, 2.0**125, 2.0, 0.5, 2000, True)
         elements = sum(p.numel() for p in self.net.parameters())
         self.register_buffer("exp_avg", torch.zeros(elements))
         self.register_buffer("exp_avg_sq", torch.zeros(elements))
         self.register_buffer("steps", torch.zeros(()))
 
     def parameter_list(self) -> List[torch.Tensor]:
-        return [p for p in self.net.parameters()]
+        return [self.net[0].weight, self.net[0].bias, self.net[2].weight, self.net[2].bias]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, rank: int, world: int) -> torch.Tensor:
         loss = ((self.net(x) - y) ** 2).mean()
