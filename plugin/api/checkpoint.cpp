@@ -4,6 +4,8 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/api/module.h>
 
+#include <algorithm>
+
 #include "plugin/checkpoint/background.h"
 #include "plugin/checkpoint/load.h"
 #include "plugin/checkpoint/weights.h"
@@ -48,6 +50,13 @@ void add_value(Target& target, EntryKind kind, Value& value, Value StoredEntry::
   target.describe = [&value, member](StoredEntry& entry) { entry.*member = value; };
   target.check = [](const StoredEntry&) {};
   target.apply = [&value, member](const StoredEntry& entry) { value = entry.*member; };
+}
+
+// By name: what several of them share then has the same owner whatever the order in which they were added.
+std::vector<Target> sorted_targets(const CheckpointState& state) {
+  auto targets = state.targets();
+  std::sort(targets.begin(), targets.end(), [](const Target& a, const Target& b) { return a.key < b.key; });
+  return targets;
 }
 
 std::shared_ptr<comm::Transport> transport_of(const CheckpointState& state) {
@@ -148,7 +157,7 @@ SaveHandle save_checkpoint(const std::string& folder, const CheckpointState& sta
   require_staging("save_checkpoint", options.staging_bytes());
   const auto transport = transport_of(state);
   checkpoint::finish_background_save(transport);
-  const checkpoint::SaveRequest request{state.targets(), transport, folder, options.staging_bytes()};
+  const checkpoint::SaveRequest request{sorted_targets(state), transport, folder, options.staging_bytes()};
   if (options.asynchronous()) return SaveHandle(checkpoint::start_background_save(request));
   checkpoint::SaveJob(request).write();
   return SaveHandle();
@@ -158,7 +167,7 @@ void load_checkpoint(const std::string& folder, const CheckpointState& state, co
   require_staging("load_checkpoint", options.staging_bytes());
   const auto transport = transport_of(state);
   checkpoint::finish_background_save(transport);
-  checkpoint::load({state.targets(), transport, folder, options.allow_missing(), options.allow_unexpected(),
+  checkpoint::load({sorted_targets(state), transport, folder, options.allow_missing(), options.allow_unexpected(),
                     options.staging_bytes()});
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 #include <functional>
 #include <map>
+#include <unordered_set>
 
 #include "plugin/checkpoint/load.h"
 #include "plugin/checkpoint/part.h"
@@ -52,6 +53,7 @@ class Matching {
   const Manifest& manifest_;
   int rank_, world_;
   std::vector<Reading> readings_;
+  std::unordered_set<const c10::TensorImpl*> seen_buffers_;  // of a module that several optimizers share
   std::vector<std::function<void()>> actions_;
   std::vector<std::string> missing_, unexpected_, others_;
   std::string problems_;

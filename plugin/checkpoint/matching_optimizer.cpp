@@ -58,6 +58,7 @@ void Matching::match_optimizer(const Target& target, const StoredEntry& entry) {
   }
   const bool same_world = manifest_.world_size == world_ && !manifest_.ranks_file.empty();
   for (const auto& buffer : model.buffers()) {
+    if (!seen_buffers_.insert(buffer.tensor.unsafeGetTensorImpl()).second) continue;
     if (same_world && rank_ > 0) {  // this rank's own; rank 0's is used up all the same
       const auto& ranks = *manifest_.file(manifest_.ranks_file);
       auto own = names_in(ranks);

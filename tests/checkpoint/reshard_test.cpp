@@ -310,5 +310,40 @@ TEST(TiedParameters, AreStoredOnceWithAllNamesAndFollowAnyOfThem) {
   EXPECT_EQ(manifest.file("model.safetensors")->tensors[0].other_names, std::vector<std::string>{"head"});
 }
 
+TEST(SeveralOptimizers, OfOneModuleShareItsBuffersAndEachHasItsParameters) {
+  const TemporaryFolder folder;
+  struct Both {
+    SmallNet net = TrainingRun::seeded(3);
+    std::unique_ptr<ShardedOptimizer> front, back;
+    explicit Both(const Group& group) {
+      front = shard(*net, torch::optim::SGD(net->first->parameters(), 0.1), group);
+      back = shard(*net, torch::optim::AdamW(net->out->parameters(), 0.1), group);
+    }
+    std::string digests() {
+      const FullParametersGuard a(*front), b(*back);
+      return std::to_string(digest(net->parameters())) + " " + std::to_string(digest(net->buffers()));
+    }
+  };
+  const auto results = run_threads(3, [&](int, const Group& group) {
+    Both both(group);
+    both.net->dropout->eval();
+    both.net(batch_of(0, 0)).square().sum().backward();
+    both.front->step();
+    both.back->step();
+    CheckpointState state;
+    state.add("front", *both.front);
+    state.add("back", *both.back);
+    save_checkpoint(folder / "c", state);
+    Both other(group);
+    EXPECT_NE(other.digests(), both.digests());
+    CheckpointState reversed;
+    reversed.add("back", *other.back);
+    reversed.add("front", *other.front);
+    load_checkpoint(folder / "c", reversed);
+    EXPECT_EQ(other.digests(), both.digests());
+  });
+  EXPECT_TRUE(results.ok()) << results;
+}
+
 }  // namespace
 }  // namespace trueshard::testing
