@@ -18,10 +18,7 @@ namespace fs = std::filesystem;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-SmallNet net_of(uint64_t seed) {
-  torch::manual_seed(seed);
-  return SmallNet();
-}
+SmallNet net_of(int64_t seed) { return seeded_net(seed); }
 
 std::string everything(SmallNet& net) {
   return std::to_string(digest(net->parameters())) + " " + std::to_string(digest(net->buffers()));

@@ -27,6 +27,15 @@ struct SmallNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(SmallNet);
 
+// Values of its own generator: rank threads share the global one.
+inline SmallNet seeded_net(int64_t seed) {
+  SmallNet net;
+  const torch::NoGradGuard no_grad;
+  const auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed));
+  for (const auto& parameter : net->parameters()) parameter.copy_(torch::randn(parameter.sizes(), generator) * 0.3);
+  return net;
+}
+
 inline torch::Tensor batch_of(int64_t step, int64_t leaf) { return random_values(1000 * step + leaf, {8, 7}) * 1e-2; }
 
 struct TrainingRun {
@@ -49,10 +58,7 @@ struct TrainingRun {
     state.add("step", step);
     torch::manual_seed(100 + seed + group->getRank());
   }
-  static SmallNet seeded(int64_t seed) {
-    torch::manual_seed(static_cast<uint64_t>(seed));
-    return SmallNet();
-  }
+  static SmallNet seeded(int64_t seed) { return seeded_net(seed); }
 
   void one_step() {
     optimizer->zero_grad();
