@@ -6,23 +6,14 @@
 #include <c10/util/Exception.h>
 
 #include "plugin/comm/names.h"
+#include "plugin/engine/dtypes.h"
 
 namespace trueshard::registration {
 
 kernels::DType kernel_dtype(const char* op, c10::ScalarType dtype) {
-  switch (dtype) {
-    case c10::kFloat:
-      return kernels::DType::kFloat32;
-    case c10::kDouble:
-      return kernels::DType::kFloat64;
-    case c10::kBFloat16:
-      return kernels::DType::kBFloat16;
-    case c10::kHalf:
-      return kernels::DType::kFloat16;
-    default:
-      TORCH_CHECK(false, "trueshard::", op, ": a tensor is ", comm::dtype_name(dtype),
-                  ", expected float32, float64, bfloat16 or float16");
-  }
+  TORCH_CHECK(engine::is_reducible(dtype), "trueshard::", op, ": a tensor is ", comm::dtype_name(dtype),
+              ", expected float32, float64, bfloat16 or float16");
+  return engine::kernel_dtype(dtype);
 }
 
 void check_device(const char* op, const at::Tensor& tensor) {
@@ -30,7 +21,7 @@ void check_device(const char* op, const at::Tensor& tensor) {
               tensor.device(), ", expected cpu; this version has kernels for cpu");
 }
 
-c10::ScalarType sum_dtype(c10::ScalarType dtype) { return dtype == c10::kDouble ? c10::kDouble : c10::kFloat; }
+c10::ScalarType sum_dtype(c10::ScalarType dtype) { return engine::master_dtype_of(dtype); }
 
 c10::ScalarType check_leaves(at::TensorList leaves, double divisor, std::optional<c10::ScalarType> dtype) {
   TORCH_CHECK(!leaves.empty() && leaves.size() <= 255, "trueshard::sum_leaves: got ", leaves.size(),
