@@ -13,7 +13,7 @@ namespace trueshard::checkpoint {
 
 namespace {
 
-constexpr const char* kOperation = "load_checkpoint";
+constexpr const char* kLoadCheckpoint = "load_checkpoint";
 
 struct OpenFile {
   File file;
@@ -82,9 +82,9 @@ void verify_shares(const std::vector<Reading>& readings, const std::vector<std::
 
 void load(const LoadRequest& request) {
   for (const auto& target : request.targets) {
-    if (target.session) target.session->prepare_checkpoint(kOperation);
+    if (target.session) target.session->prepare_checkpoint(kLoadCheckpoint);
   }
-  Conversation first(request.transport, kOperation, 4096);
+  Conversation first(request.transport, kLoadCheckpoint, 4096);
   std::optional<Folder> folder;
   Manifest manifest;
   std::string error = error_of([&] {
@@ -100,7 +100,7 @@ void load(const LoadRequest& request) {
   });
   first.require_same(error, std::to_string(matching ? matching->readings().size() : 0), "the number of tensors");
 
-  Conversation second(request.transport, kOperation, sizeof(uint32_t) * matching->readings().size());
+  Conversation second(request.transport, kLoadCheckpoint, sizeof(uint32_t) * matching->readings().size());
   std::vector<uint32_t> shares;
   error = error_of([&] {
     Reader reader(*folder, request.chunk_bytes);

@@ -21,7 +21,7 @@ namespace trueshard::checkpoint {
 
 namespace {
 
-constexpr const char* kOperation = "save_checkpoint";
+constexpr const char* kSaveCheckpoint = "save_checkpoint";
 
 std::string random_id() {
   std::random_device device;
@@ -58,7 +58,7 @@ void agree(const SaveRequest& request, const std::string& error, const Inventory
   }
   const auto number = engine::BackwardTracker::of(request.transport)->next_number();
   engine::require_agreement(request.transport, "save agreement " + std::to_string(number),
-                            {error, lines_of(request.destination, inventory)}, kOperation,
+                            {error, lines_of(request.destination, inventory)}, kSaveCheckpoint,
                             "give the same folder and the same state on all ranks");
 }
 
@@ -68,7 +68,7 @@ SaveJob::SaveJob(const SaveRequest& request) : destination_(request.destination)
   const int rank = request.transport ? request.transport->rank() : 0;
   const int world = request.transport ? request.transport->size() : 1;
   for (const auto& target : request.targets) {
-    if (target.session) target.session->prepare_checkpoint(kOperation);
+    if (target.session) target.session->prepare_checkpoint(kSaveCheckpoint);
   }
   Inventory inventory;
   const auto error = error_of([&] {
@@ -83,7 +83,7 @@ SaveJob::SaveJob(const SaveRequest& request) : destination_(request.destination)
     }
   });
   agree(request, error, inventory,
-        "trueshard[rank " + std::to_string(rank) + "/" + std::to_string(world) + "] " + kOperation);
+        "trueshard[rank " + std::to_string(rank) + "/" + std::to_string(world) + "] " + kSaveCheckpoint);
   parts_ = std::move(inventory.parts);
   manifest_.entries = std::move(inventory.entries);
   manifest_.library_version = TRUESHARD_VERSION;
@@ -92,7 +92,7 @@ SaveJob::SaveJob(const SaveRequest& request) : destination_(request.destination)
   manifest_.ranks_file = kRanksFile;
   size_t tensors = 0;
   for (const auto& file : files_) tensors += file.header.tensors.size();
-  conversation_ = std::make_unique<Conversation>(request.transport, kOperation, 64 + sizeof(uint32_t) * tensors);
+  conversation_ = std::make_unique<Conversation>(request.transport, kSaveCheckpoint, 64 + sizeof(uint32_t) * tensors);
   id_ = conversation_->exchange({}, rank == 0 ? random_id() : "")[0];
   manifest_.id = id_;
 }

@@ -15,7 +15,7 @@ namespace trueshard::checkpoint {
 
 namespace {
 
-constexpr const char* kOperation = "load_weights";
+constexpr const char* kLoadWeights = "load_weights";
 
 // Every value of `from` is one of `to`.
 bool widens(c10::ScalarType from, c10::ScalarType to) {
@@ -128,8 +128,8 @@ class WeightsLoad {
 
 void load_weights(const LoadRequest& request) {
   auto* session = request.targets[0].session;
-  if (session) session->prepare_checkpoint(kOperation);
-  Conversation conversation(request.transport, kOperation, 64);
+  if (session) session->prepare_checkpoint(kLoadWeights);
+  Conversation conversation(request.transport, kLoadWeights, 64);
   std::unique_ptr<WeightsSource> source;
   std::unique_ptr<WeightsLoad> load;
   conversation.exchange(error_of([&] {

@@ -30,11 +30,6 @@ std::string refuse_count(size_t got, int64_t expected, const char* what) {
   return std::to_string(got) + " " + what + ", expected " + std::to_string(expected);
 }
 
-std::string refuse_root(int64_t root, int size) {
-  if (root >= 0 && root < size) return {};
-  return "root is rank " + std::to_string(root) + ", expected 0 to " + std::to_string(size - 1);
-}
-
 void describe(const char* name, const Tensors& tensors, CollectiveCall* call) {
   call->fingerprint = Fingerprint::of(name);
   for (const at::Tensor& tensor : tensors) {

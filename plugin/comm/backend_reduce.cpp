@@ -23,11 +23,6 @@ Tensors all_as_real(const Tensors& tensors, const c10d::ReduceOp& op) {
   return real;
 }
 
-std::string refuse_root(int64_t root, int size) {
-  if (root >= 0 && root < size) return {};
-  return "root is rank " + std::to_string(root) + ", expected 0 to " + std::to_string(size - 1);
-}
-
 std::string refuse_reduction(const c10d::ReduceOp& op, const Tensors& tensors) {
   if (op.op_ == c10d::ReduceOp::PREMUL_SUM && !op.supplement_)
     return "premul_sum has no factor; make it with makePreMulSum()";

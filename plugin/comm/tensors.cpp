@@ -78,6 +78,11 @@ std::string refuse_unlike(const std::vector<at::Tensor>& tensors, c10::ScalarTyp
   return {};
 }
 
+std::string refuse_root(int64_t root, int size) {
+  if (root >= 0 && root < size) return {};
+  return "root is rank " + std::to_string(root) + ", expected 0 to " + std::to_string(size - 1);
+}
+
 uint64_t digest_of(const std::vector<at::Tensor>& tensors) {
   uint64_t hash = 0xcbf29ce484222325ULL;  // FNV-1a over 64-bit words
   const auto add = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3ULL; };

@@ -32,6 +32,8 @@ std::string refuse_output(const at::Tensor& tensor);
 // Why these tensors are not all of one dtype and of so many elements.
 std::string refuse_unlike(const std::vector<at::Tensor>& tensors, c10::ScalarType dtype, int64_t elements,
                           const char* what);
+// Why this rank cannot be the root of a call in a group of `size` ranks.
+std::string refuse_root(int64_t root, int size);
 // A digest of dtypes and sizes, for the fingerprint of a list.
 uint64_t digest_of(const std::vector<at::Tensor>& tensors);
 // A complex tensor seen as real pairs where the reduction allows it.

@@ -39,6 +39,16 @@ def in_rooms(path):
     return path.split("/", 1)[0] in ROOMS
 
 
+def files_of(entry):
+    """The sources that a command compiles: those that a unity file includes, or the file itself."""
+    name = entry["file"]
+    if "/Unity/unity_" not in name:
+        return [entry]
+    with open(os.path.join(entry.get("directory", ""), name), encoding="utf-8") as file:
+        included = [line.split('"')[1] for line in file if line.startswith("#include")]
+    return [{**entry, "file": source} for source in included]
+
+
 def errors_of(path, flags):
     errors = [f"{path}: compiled with {flag}; remove it, it changes promised bits"
               for flag in flags if flag in FORBIDDEN or flag.startswith(FORBIDDEN_STARTS)]
@@ -66,7 +76,7 @@ def check(root, commands):
     with open(commands, encoding="utf-8") as file:
         entries = json.load(file)
     errors, seen = [], set()
-    for entry in entries:
+    for entry in (source for command in entries for source in files_of(command)):
         path = path_in(root, entry)
         if in_rooms(path):
             seen.add(path)
@@ -122,6 +132,14 @@ def self_check():
         report = found({path: flags for path, flags in good.items() if path != "plugin/b.cpp"}, True)
         if len(report) != 1 or "plugin/b.cpp: no command compiles it" not in report[0]:
             errors.append(f"self-check: a file that nothing compiles, reported: {report}")
+        unity = os.path.join(root, "build", "Unity", "unity_0_cxx.cxx")
+        os.makedirs(os.path.dirname(unity))
+        with open(unity, "w", encoding="utf-8") as file:
+            file.write(f'/* generated */\n#include "{root}/plugin/b.cpp"\n#include "{root}/registration/c.cpp"\n')
+        alone = {"kernels/a.cpp": [OFF], "kernels/k.cu": [OFF, "--fmad=false"]}
+        errors += ["self-check: good unity files are refused: " + error for error in found({**alone, unity: [OFF]}, True)]
+        if len(found({**alone, unity: []}, True)) != 2:
+            errors.append("self-check: a unity file of two sources without -ffp-contract=off is not reported for both")
         if not found({}, True):
             errors.append("self-check: no commands at all pass")
     return errors
