@@ -97,6 +97,7 @@ ShardOptions read_shard_options(const py::dict& from) {
   take<double>(from, "gradient_divide_factor", [&](double v) { options.gradient_divide_factor(v); });
   take<bool>(from, "skip_nonfinite_steps", [&](bool v) { options.skip_nonfinite_steps(v); });
   take<bool>(from, "low_precision_master", [&](bool v) { options.low_precision_master(v); });
+  take<bool>(from, "share_parameters", [&](bool v) { options.share_parameters(v); });
   return options.mp_policy(policy);
 }
 

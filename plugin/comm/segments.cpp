@@ -33,6 +33,7 @@ class FileGuard {
   }
   FileGuard(const FileGuard&) = delete;
   FileGuard& operator=(const FileGuard&) = delete;
+  FileGuard(FileGuard&& other) noexcept : file_(other.take()) {}
   int get() const { return file_; }
   int take() {
     const int file = file_;
@@ -56,11 +57,26 @@ uint64_t inode_of(int file) {
   return status.st_ino;
 }
 
+FileGuard make_memfd(size_t bytes) {
+  FileGuard file(::memfd_create("trueshard", MFD_CLOEXEC));
+  TORCH_CHECK(file.get() >= 0, "memfd_create failed: ", reason());
+  TORCH_CHECK(::ftruncate(file.get(), static_cast<off_t>(bytes)) == 0, "a shared segment of ", bytes,
+              " bytes could not be made: ", reason());
+  return file;
+}
+
 class ThreadSegments final : public Segments {
  public:
   const char* kind() const override { return "threads"; }
   std::shared_ptr<Mapping> create(size_t bytes, SegmentTicket* ticket) override {
-    auto mapping = std::make_shared<Mapping>(map_shared(-1, bytes, MAP_ANONYMOUS), bytes, -1);
+    std::shared_ptr<Mapping> mapping;
+    if (ticket->keep_file) {
+      FileGuard file = make_memfd(bytes);
+      std::byte* data = map_shared(file.get(), bytes, 0);
+      mapping = std::make_shared<Mapping>(data, bytes, file.take());
+    } else {
+      mapping = std::make_shared<Mapping>(map_shared(-1, bytes, MAP_ANONYMOUS), bytes, -1);
+    }
     const std::lock_guard<std::mutex> lock(list().mutex);
     ticket->pid = getpid();
     ticket->number = ++list().last;
@@ -96,11 +112,11 @@ class MemfdSegments final : public Segments {
  public:
   const char* kind() const override { return "shared memory"; }
   std::shared_ptr<Mapping> create(size_t bytes, SegmentTicket* ticket) override {
-    FileGuard file(::memfd_create("trueshard", MFD_CLOEXEC));
-    TORCH_CHECK(file.get() >= 0, "memfd_create failed: ", reason());
-    TORCH_CHECK(::ftruncate(file.get(), static_cast<off_t>(bytes)) == 0, "a shared segment of ", bytes,
-                " bytes could not be made: ", reason());
-    auto mapping = std::make_shared<Mapping>(map_shared(file.get(), bytes, 0), bytes, -1);
+    FileGuard file = make_memfd(bytes);
+    FileGuard kept(ticket->keep_file ? ::fcntl(file.get(), F_DUPFD_CLOEXEC, 0) : -1);
+    TORCH_CHECK(!ticket->keep_file || kept.get() >= 0, "duplicating a descriptor failed: ", reason());
+    std::byte* data = map_shared(file.get(), bytes, 0);
+    auto mapping = std::make_shared<Mapping>(data, bytes, kept.take());
     ticket->pid = getpid();
     ticket->inode = inode_of(file.get());
     ticket->bytes = bytes;
@@ -109,10 +125,11 @@ class MemfdSegments final : public Segments {
   }
   std::shared_ptr<Mapping> open(const SegmentTicket& ticket) override {
     const std::string path = "/proc/" + std::to_string(ticket.pid) + "/fd/" + std::to_string(ticket.number);
-    const FileGuard file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
+    FileGuard file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
     TORCH_CHECK(file.get() >= 0, "opening ", path, " failed: ", reason());
     TORCH_CHECK(inode_of(file.get()) == ticket.inode, path, " is no longer the segment that was announced");
-    return std::make_shared<Mapping>(map_shared(file.get(), ticket.bytes, 0), ticket.bytes, -1);
+    std::byte* data = map_shared(file.get(), ticket.bytes, 0);
+    return std::make_shared<Mapping>(data, ticket.bytes, ticket.keep_file ? file.take() : -1);
   }
   void release(const SegmentTicket& ticket) noexcept override { ::close(static_cast<int>(ticket.number)); }
 };
@@ -186,7 +203,8 @@ Mapping::~Mapping() {
 
 std::string SegmentTicket::encode() const {
   std::ostringstream out;
-  out << pid << ' ' << number << ' ' << inode << ' ' << bytes << ' ' << (file[0] == '\0' ? "-" : file);
+  out << pid << ' ' << number << ' ' << inode << ' ' << bytes << ' ' << keep_file << ' '
+      << (file[0] == '\0' ? "-" : file);
   return out.str();
 }
 
@@ -194,7 +212,7 @@ SegmentTicket SegmentTicket::decode(const std::string& text) {
   std::istringstream in(text);
   SegmentTicket ticket;
   std::string name;
-  in >> ticket.pid >> ticket.number >> ticket.inode >> ticket.bytes >> name;
+  in >> ticket.pid >> ticket.number >> ticket.inode >> ticket.bytes >> ticket.keep_file >> name;
   TORCH_CHECK(static_cast<bool>(in) && name.size() < sizeof ticket.file, "trueshard: malformed segment '", text,
               "'; all ranks must run the same version of trueshard");
   if (name != "-") std::strncpy(ticket.file, name.c_str(), sizeof ticket.file - 1);

@@ -24,6 +24,12 @@ class SharedRegion final : public Region {
     return mapping == nullptr ? nullptr : mapping->data() + stagger_of(rank);
   }
   size_t bytes(int rank) const override { return bytes_[static_cast<size_t>(rank)]; }
+  std::unique_ptr<PrivateView> view(int rank) const override {
+    const auto& mapping = mappings_[static_cast<size_t>(rank)];
+    TORCH_INTERNAL_ASSERT(mapping != nullptr && mapping->file() >= 0, "a block without views");
+    return std::make_unique<PrivateView>(mapping->file(), mapping->bytes());
+  }
+  size_t view_offset(int rank) const override { return stagger_of(rank); }
 
  private:
   std::vector<std::shared_ptr<Mapping>> mappings_;  // null: the rank asked for nothing
@@ -113,10 +119,11 @@ void SharedTransport::join() {
   parts_.liveness->watch_locks();
 }
 
-std::shared_ptr<Mapping> SharedTransport::announce(const std::string& name, size_t bytes) {
+std::shared_ptr<Mapping> SharedTransport::announce(const std::string& name, size_t bytes, Views views) {
   Announcement& mine = announcement(rank());
   mine = Announcement{};
   copy_text(mine.name, sizeof mine.name, name);
+  mine.ticket.keep_file = views == Views::kPrivate;
   std::shared_ptr<Mapping> own;
   if (bytes > 0) {
     try {
@@ -160,11 +167,11 @@ std::vector<std::shared_ptr<Mapping>> SharedTransport::open_all(std::shared_ptr<
   return mappings;
 }
 
-std::shared_ptr<Region> SharedTransport::allocate(const std::string& name, size_t bytes) {
+std::shared_ptr<Region> SharedTransport::allocate(const std::string& name, size_t bytes, Views views) {
   const std::lock_guard<std::mutex> lock(allocate_mutex_);
   throw_if_failed();
   ++allocations_;
-  std::shared_ptr<Mapping> own = announce(name, bytes);
+  std::shared_ptr<Mapping> own = announce(name, bytes, views);
   Announcement& mine = announcement(rank());
   struct Release {  // once all have opened it, or on the way out
     SharedTransport* self;

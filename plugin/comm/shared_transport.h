@@ -35,7 +35,7 @@ class SharedTransport final : public Transport {
   const std::string& group_name() const override { return parts_.group; }
   std::chrono::milliseconds timeout() const override { return std::chrono::milliseconds(timeout_ms_.load()); }
   void set_timeout(std::chrono::milliseconds timeout) override;
-  std::shared_ptr<Region> allocate(const std::string& name, size_t bytes) override;
+  std::shared_ptr<Region> allocate(const std::string& name, size_t bytes, Views views) override;
   void fail(const std::string& text) noexcept override;
   bool failed() const noexcept override { return page().failed(); }
   void throw_if_failed() const override;
@@ -46,7 +46,7 @@ class SharedTransport final : public Transport {
  private:
   ControlPage& page() const { return *reinterpret_cast<ControlPage*>(parts_.control->data()); }
   std::string here() const;
-  std::shared_ptr<Mapping> announce(const std::string& name, size_t bytes);
+  std::shared_ptr<Mapping> announce(const std::string& name, size_t bytes, Views views);
   std::vector<std::shared_ptr<Mapping>> open_all(std::shared_ptr<Mapping> own);
   void wait_for(const std::vector<Flag*>& flags, uint64_t number, const std::string& missing);
   std::string announcement_problem(const std::string& name) const;

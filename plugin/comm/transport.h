@@ -19,6 +19,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "plugin/comm/private_view.h"
 #include "plugin/comm/wake_list.h"
 
 namespace trueshard::comm {
@@ -29,7 +30,12 @@ class Region {  // one block of zeroed memory per rank, all of them readable (an
   virtual std::byte* data(
       int rank) const = 0;  // 64-byte aligned; bases of large blocks are staggered against cache aliasing
   virtual size_t bytes(int rank) const = 0;
+  // This rank's own look at a rank's block (allocated with Views::kPrivate), and where the block begins in it.
+  virtual std::unique_ptr<PrivateView> view(int rank) const = 0;
+  virtual size_t view_offset(int rank) const = 0;
 };
+
+enum class Views { kNone, kPrivate };
 
 class Transport {
  public:
@@ -41,7 +47,7 @@ class Transport {
   virtual std::chrono::milliseconds timeout() const = 0;
   virtual void set_timeout(std::chrono::milliseconds timeout) = 0;
   // Collective. Ranks may ask for different sizes (0 included). Pages that are never touched cost nothing.
-  virtual std::shared_ptr<Region> allocate(const std::string& name, size_t bytes) = 0;
+  virtual std::shared_ptr<Region> allocate(const std::string& name, size_t bytes, Views views = Views::kNone) = 0;
   // Marks the group failed for all ranks and wakes every waiter. The text should say where, who, got, expected, what to
   // do.
   virtual void fail(const std::string& text) noexcept = 0;

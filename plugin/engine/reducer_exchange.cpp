@@ -150,7 +150,8 @@ void Reducer::copy_leaf(int64_t bucket, int64_t placement) {
   const bool wide = leaf.scalar_type() != parameter.compute_dtype;
   observe::chaos_poison(leaf_data(bucket, placement, !wide, model_->rank()),
                         leaf.nbytes() / 2);  // what nobody may read
-  std::memcpy(leaf_data(bucket, placement, wide, model_->rank()), leaf.const_data_ptr(), leaf.nbytes());
+  if (leaf.nbytes() > 0)
+    std::memcpy(leaf_data(bucket, placement, wide, model_->rank()), leaf.const_data_ptr(), leaf.nbytes());
   counters_.bytes_reduced += static_cast<int64_t>(leaf.nbytes());
   pass.leaf[p] |= static_cast<uint8_t>(kPresent | (wide ? kWide : 0));
   place_placeholder(p);

@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/Logging.h>
 
 #include <cstring>
 #include <mutex>
@@ -112,11 +113,33 @@ ShardedModel::ShardedModel(std::shared_ptr<comm::Transport> transport, const std
       buffers_(view.buffers),
       plan_(make_plan(parameters_, transport_->size(), options.bucket_bytes())),
       norm_plan_(plan_) {
+  if (options_.share_parameters() && can_share()) {
+    for (auto& p : parameters_) p.shared = keeps_compute_copies() || p.stored_dtype() == p.compute_dtype;
+  }
   plan_memory();
   allocate_memory();
   claim();
   if (!keeps_compute_copies()) make_gatherer();
   fill_memory();
+  // Last, and collective: all ranks have filled their memory.
+  gradient_region_ = transport_->allocate(name_ + "/gradients", gradient_bytes_);
+}
+
+bool ShardedModel::can_share() {
+  if (replicated() || (keeps_compute_copies() && world() == 1)) return false;
+  const bool works = comm::PrivateView::works();
+  if (!works) {
+    static std::once_flag once;
+    std::call_once(once, [] {
+      LOG(WARNING) << "trueshard: this system does not tell which pages of a private mapping were written to "
+                      "(/proc/self/pagemap), so every rank holds its own copy of the parameters, which costs memory "
+                      "and time";
+    });
+  }
+  const auto votes = transport_->allocate(name_ + "/can share", works ? 1 : 0);
+  bool all = true;
+  for (int r = 0; r < world(); ++r) all &= votes->bytes(r) > 0;
+  return all;
 }
 
 ShardedModel::~ShardedModel() {
@@ -132,7 +155,7 @@ ShardedModel::~ShardedModel() {
     try {
       const size_t bytes = static_cast<size_t>(p.numel * compute_itemsize(i));
       auto memory = c10::GetAllocator(c10::kCPU)->allocate(bytes);
-      std::memcpy(memory.get(), compute(i, rank()), bytes);
+      std::memcpy(memory.get(), visible(i), bytes);
       attach_to(i, std::move(memory), p.compute_dtype);
     } catch (const std::exception&) {
       // Out of memory: the tensor keeps the region alive instead (attach() gave it a reference).
@@ -150,10 +173,14 @@ void ShardedModel::plan_memory() {
     for (const auto& placement : bucket.placements) {
       auto& p = parameters_[placement.parameter];
       p.compute_offset = compute_bytes_;
-      if (keeps_compute_copies()) compute_bytes_ += aligned(p.numel * compute_itemsize(placement.parameter));
+      if (keeps_compute_copies() || p.shared)
+        compute_bytes_ += aligned(p.numel * compute_itemsize(placement.parameter));
+      const bool in_common = p.shared && !keeps_compute_copies();
+      if (in_common)
+        own_shared_bytes_ += owned(placement.parameter, rank()).size() * compute_itemsize(placement.parameter);
       for (int r = 0; r < world(); ++r) {
         master_offsets_[r][placement.parameter] = master_bytes_[r];
-        if (!p.separate_master) continue;
+        if (!p.separate_master || in_common) continue;
         const auto item = static_cast<int64_t>(c10::elementSize(p.stored_dtype()));
         master_bytes_[r] += aligned(owned(placement.parameter, r).size() * item);
       }
@@ -166,9 +193,16 @@ void ShardedModel::plan_memory() {
 }
 
 void ShardedModel::allocate_memory() {
-  compute_region_ = transport_->allocate(name_ + "/parameters", compute_bytes_);
+  bool shares = false;
+  for (const auto& p : parameters_) shares |= p.shared && p.numel > 0;
+  if (shares) {
+    compute_region_ =
+        transport_->allocate(name_ + "/parameters", rank() == 0 ? compute_bytes_ : 0, comm::Views::kPrivate);
+    view_ = compute_region_->view(0);
+  } else {
+    compute_region_ = transport_->allocate(name_ + "/parameters", compute_bytes_);
+  }
   master_region_ = transport_->allocate(name_ + "/masters", master_bytes_[rank()]);
-  gradient_region_ = transport_->allocate(name_ + "/gradients", gradient_bytes_);
 }
 
 // What this optimizer does not manage stays where it is: no unit holds it.
@@ -179,6 +213,7 @@ void ShardedModel::make_gatherer() {
   for (int64_t i = 0; i < size(); ++i) {
     const auto& p = parameters_[i];
     GatherSpec spec{p.name, p.compute_dtype, p.stored_dtype(), manages(i) ? p.numel : 0, {}};
+    if (p.shared && spec.numel > 0) spec.view = visible(i);
     for (int r = 0; r < world() && spec.numel > 0; ++r) {
       const auto range = owned(i, r);
       if (!range.empty()) spec.pieces.push_back({master(i, r), range, r == rank()});
@@ -192,7 +227,9 @@ void ShardedModel::make_gatherer() {
   parts.resident_bytes = options_.resident_bytes().value_or(2 * (largest + 64 * size()));
   parts.prefetch_units = options_.prefetch_units();
   parts.epoch = std::make_unique<MasterEpoch>(transport_, name_);
-  parts.memory = master_region_;
+  parts.memory =
+      std::make_shared<std::array<std::shared_ptr<comm::Region>, 2>>(std::array{master_region_, compute_region_});
+  parts.view = view_;
   gatherer_ = std::make_shared<UnitGatherer>(std::move(parts));
 }
 
@@ -202,7 +239,13 @@ void ShardedModel::fill_memory() {
     auto& p = parameters_[i];
     if (p.numel > 0) {
       const PinnedStorage whole(p.tensor.storage().unsafeGetStorageImpl());  // another optimizer may have freed it
-      store(i, static_cast<const std::byte*>(p.tensor.const_data_ptr()), p.tensor.scalar_type());
+      const auto* values = static_cast<const std::byte*>(p.tensor.const_data_ptr());
+      if (views_common(i)) {
+        store_master(i, values, p.tensor.scalar_type());
+        write_common(i, values, p.tensor.scalar_type());
+      } else {
+        store(i, values, p.tensor.scalar_type());
+      }
     }
     if (manages(i)) attach(i);
     p.version = p.tensor._version();
@@ -210,26 +253,20 @@ void ShardedModel::fill_memory() {
   masters_changed();
 }
 
-void ShardedModel::store(int64_t i, const std::byte* values, c10::ScalarType dtype) {
-  const auto& p = parameters_[i];
-  const auto& cast = kernels::kernels().cast;
-  const auto range = owned(i, rank());
-  if (p.separate_master && !range.empty()) {
-    cast(values + range.begin * static_cast<int64_t>(c10::elementSize(dtype)), kernel_dtype(dtype), master(i, rank()),
-         kernel_dtype(p.stored_dtype()), range.size());
-  }
-  if (keeps_compute_copies() && values != compute(i, rank()))
-    cast(values, kernel_dtype(dtype), compute(i, rank()), kernel_dtype(p.compute_dtype), p.numel);
-}
-
 plan::Range ShardedModel::owned(int64_t parameter, int rank) const {
   return replicated() ? plan::Range{0, parameters_[parameter].numel} : piece(parameter, rank);
 }
 std::byte* ShardedModel::compute(int64_t parameter, int rank) const {
-  return compute_region_->data(rank) + parameters_[parameter].compute_offset;
+  const auto& p = parameters_[parameter];
+  return compute_region_->data(p.shared ? 0 : rank) + p.compute_offset;
+}
+std::byte* ShardedModel::visible(int64_t parameter) const {
+  const auto& p = parameters_[parameter];
+  return p.shared ? view_->data() + compute_region_->view_offset(0) + p.compute_offset : compute(parameter, rank());
 }
 std::byte* ShardedModel::master(int64_t parameter, int rank) const {
-  if (!parameters_[parameter].separate_master) {
+  const auto& p = parameters_[parameter];
+  if (!p.separate_master || (p.shared && !keeps_compute_copies())) {
     return compute(parameter, rank) + owned(parameter, rank).begin * compute_itemsize(parameter);
   }
   return master_region_->data(rank) + master_offsets_[rank][parameter];
@@ -258,100 +295,6 @@ at::Tensor ShardedModel::flat_tensor_over(std::byte* data, int64_t count, c10::S
   return tensor_over(data, {count}, {1}, dtype);
 }
 
-void ShardedModel::restore_shape(int64_t parameter, c10::ScalarType dtype) {
-  const auto& p = parameters_[parameter];
-  auto* impl = p.tensor.unsafeGetTensorImpl();
-  auto* storage = p.storage.unsafeGetStorageImpl();
-  storage->set_nbytes(static_cast<size_t>(p.numel) * c10::elementSize(dtype));
-  storage->set_resizable(false);
-  if (impl->dtype() != c10::scalarTypeToTypeMeta(dtype) ||
-      p.tensor.storage().unsafeGetStorageImpl() != p.storage.unsafeGetStorageImpl())
-    impl->set_storage_and_dtype(p.storage, c10::scalarTypeToTypeMeta(dtype));
-  if (p.tensor.sizes() != p.sizes || p.tensor.strides() != p.strides || p.tensor.storage_offset() != 0)
-    impl->set_sizes_and_strides(p.sizes, p.strides, 0);
-}
-
-void ShardedModel::attach_to(int64_t parameter, at::DataPtr data, c10::ScalarType dtype) {
-  if (gatherer_) gatherer_->detach(parameter);
-  auto* storage = parameters_[parameter].storage.unsafeGetStorageImpl();
-  storage->clear_data_ptr_access_error_msg_();  // of a ZeRO-3 optimizer that had the parameter before
-  storage->set_data_ptr_noswap(std::move(data));
-  restore_shape(parameter, dtype);
-}
-
-void ShardedModel::attach(int64_t parameter) {
-  const auto& p = parameters_[parameter];
-  if (gatherer_ && p.numel > 0) {
-    gatherer_->attach(parameter, p.storage.unsafeGetStorageImpl());
-    restore_shape(parameter, p.compute_dtype);
-    return watch(p.tensor);
-  }
-  using Keep = std::shared_ptr<comm::Region>;
-  auto* keep = new Keep(compute_region_);
-  at::DataPtr data(
-      keeps_compute_copies() ? compute(parameter, rank()) : nullptr, keep,
-      [](void* context) { delete static_cast<Keep*>(context); }, c10::Device(c10::kCPU));
-  attach_to(parameter, std::move(data), p.compute_dtype);
-}
-
-bool ShardedModel::attached(int64_t parameter) const {
-  const auto& p = parameters_[parameter];
-  auto* storage = p.storage.unsafeGetStorageImpl();
-  if (p.tensor.scalar_type() != p.compute_dtype || p.tensor.sizes() != p.sizes || p.tensor.strides() != p.strides ||
-      p.tensor.storage_offset() != 0 || p.tensor.storage().unsafeGetStorageImpl() != storage)
-    return false;
-  if (gatherer_) return gatherer_->attached(parameter, storage) && is_watched(p.tensor);
-  return storage->data_ptr().get() == compute(parameter, rank());
-}
-
-ShardedModel::Shown ShardedModel::shown(int64_t parameter) const {
-  const auto& p = parameters_[parameter];
-  Shown shown{PinnedStorage(p.tensor.storage().unsafeGetStorageImpl()), p.tensor.detach()};
-  if (p.tensor.strides() != p.strides)
-    shown.tensor = at::empty_strided(p.sizes, p.strides, shown.tensor.options()).copy_(shown.tensor);
-  return shown;
-}
-
-bool ShardedModel::changed(int64_t parameter) {
-  auto& p = parameters_[parameter];
-  if (p.numel == 0) return false;
-  if (!attached(parameter)) return true;
-  if (gatherer_ == nullptr) return p.tensor._version() != p.version;
-  if (!gatherer_->written(parameter)) return false;
-  if (!gatherer_->agrees_with_masters(parameter)) return true;
-  gatherer_->forget_write(parameter);  // the values that were there before
-  p.version = p.tensor._version();
-  return false;
-}
-
-bool ShardedModel::shows_foreign_memory(int64_t parameter) const {
-  const auto& p = parameters_[parameter];
-  return p.tensor.storage().unsafeGetStorageImpl() != p.storage.unsafeGetStorageImpl();
-}
-
-void ShardedModel::adopt(int64_t parameter, const std::byte* values) {
-  auto& p = parameters_[parameter];
-  store(parameter, values, p.compute_dtype);
-  if (!attached(parameter)) attach(parameter);
-  if (gatherer_) gatherer_->forget_write(parameter);
-  p.version = p.tensor._version();
-}
-
-void ShardedModel::adopt_whole(int64_t parameter, const std::byte* values) {
-  auto& p = parameters_[parameter];
-  store(parameter, values, p.stored_dtype());
-  if (!attached(parameter)) attach(parameter);
-  p.version = p.tensor._version();
-}
-
-void ShardedModel::masters_changed() {
-  if (gatherer_) gatherer_->masters_changed();
-}
-
-void ShardedModel::settle() {
-  if (gatherer_) gatherer_->settle();
-}
-
 void ShardedModel::round_to_compute(int64_t parameter) {
   const auto& p = parameters_[parameter];
   const auto range = owned(parameter, rank());
@@ -367,8 +310,9 @@ void ShardedModel::round_to_compute(int64_t parameter) {
 
 MemoryMetrics ShardedModel::memory() const {
   MemoryMetrics memory;
-  memory.parameters = gatherer_ ? gatherer_->resident_bytes() : static_cast<int64_t>(compute_bytes_);
-  memory.masters = static_cast<int64_t>(master_bytes_[rank()]);
+  memory.parameters = static_cast<int64_t>(compute_bytes_) / (view_ ? world() : 1);
+  if (gatherer_) memory.parameters = gatherer_->resident_bytes();
+  memory.masters = static_cast<int64_t>(master_bytes_[rank()]) + own_shared_bytes_;
   memory.gradients = static_cast<int64_t>(gradient_bytes_);
   return memory;
 }

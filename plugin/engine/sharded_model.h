@@ -6,6 +6,9 @@
 // that peers read in place. I2 each parameter starts on 64 bytes.
 //             I3 a master of the same dtype as the compute copy is part of it, but for ZeRO-3, where masters are all
 //             there is and compute copies come and go (unit_gatherer.h). I4 padding is never read as a gradient.
+//             I5 shared parameters (ShardOptions::share_parameters) have one compute copy on the host, the common
+//             block. Each rank writes its own pieces to it, and only between a meeting of all ranks and the next; the
+//             tensor shows a private view of it (private_view.h), which may be ahead of it until the next step.
 // Shapes: offsets in elements unless a name says bytes. Threads: immutable after construction, except the memory
 // itself. Errors: c10::Error from the constructor.
 #pragma once
@@ -40,6 +43,8 @@ struct Parameter {
   int group = -1;                     // optimizer group; -1: the optimizer does not have it, it counts as frozen
   bool low_precision_master = false;  // stepped in the compute dtype
   bool separate_master = false;       // the master is not a part of the compute copy
+  bool shared = false;                // one compute copy for all ranks
+  bool ahead = false;                 // shared: the view has values that the common block does not have yet
   size_t compute_offset = 0;          // bytes, the same on all ranks
   int64_t version = 0;                // the tensor's version when it last agreed with its master
   // What the optimizer steps.
@@ -70,7 +75,8 @@ class ShardedModel {
 
   plan::Range piece(int64_t parameter, int rank) const { return plan_.piece(parameter, rank).in_parameter; }
   plan::Range owned(int64_t parameter, int rank) const;
-  std::byte* compute(int64_t parameter, int rank) const;        // whole; not in ZeRO-3
+  std::byte* compute(int64_t parameter, int rank) const;        // whole; not in ZeRO-3; shared: the same for all ranks
+  std::byte* visible(int64_t parameter) const;                  // what this rank's tensor shows; not in ZeRO-3
   std::byte* master(int64_t parameter, int rank) const;         // of owned(parameter, rank), in stored_dtype()
   std::byte* gradient(int64_t parameter) const;                 // of owned(parameter, this rank)
   std::byte* peer_gradient(int64_t parameter, int rank) const;  // replicated only
@@ -94,8 +100,18 @@ class ShardedModel {
   bool shows_foreign_memory(int64_t parameter) const;
   // Takes over values in the compute dtype (what the tensor shows): master, compute copy, the tensor's own storage.
   void adopt(int64_t parameter, const std::byte* values);
+  // The tensor shows its parameter again, whose value is what it was.
+  void show_again(int64_t parameter);
   // Takes over whole values in stored_dtype(), of which this rank keeps what it owns.
   void adopt_whole(int64_t parameter, const std::byte* values);
+  // Before changed() is asked about parameters: looks for writes that bumped no version.
+  void look_for_writes();
+  // After all ranks met with equal changes: shared parameters that this rank has written to are its part of the common
+  // block, too.
+  void share_changes();
+  // All ranks have written their parts of the common block: views show it again.
+  void show_common();
+  bool shares() const { return view_ != nullptr; }
   // Masters are complete on this rank; all ranks say so equally often, after all of them met. ZeRO-3 gathers anew.
   void masters_changed();
   void settle();  // no gather runs ahead any more: called before the ranks meet
@@ -116,13 +132,19 @@ class ShardedModel {
 
  private:
   void plan_memory();
+  bool can_share();  // collective
   void allocate_memory();
   void claim();
   void release();
   void make_gatherer();
   void fill_memory();
+  bool written_unseen(int64_t parameter) const;
+  bool views_common(int64_t parameter) const { return parameters_[parameter].shared && keeps_compute_copies(); }
+  // This rank's part of the common block, from whole values.
+  void write_common(int64_t parameter, const std::byte* values, c10::ScalarType dtype);
   // This rank's part of the master, and the compute copy if there is one, from whole values.
   void store(int64_t parameter, const std::byte* values, c10::ScalarType dtype);
+  void store_master(int64_t parameter, const std::byte* values, c10::ScalarType dtype);
   void restore_shape(int64_t parameter, c10::ScalarType dtype);  // and dtype, storage; not what it points to
 
   std::shared_ptr<comm::Transport> transport_;
@@ -135,7 +157,9 @@ class ShardedModel {
   std::vector<std::vector<size_t>> master_offsets_;  // [rank][parameter], bytes in the master region
   std::vector<size_t> gradient_offsets_;             // [parameter], bytes; replicated: the same on all ranks
   size_t compute_bytes_ = 0, gradient_bytes_ = 0;
-  std::vector<size_t> master_bytes_;  // [rank]
+  std::vector<size_t> master_bytes_;         // [rank]
+  int64_t own_shared_bytes_ = 0;             // of masters that lie in the common block
+  std::shared_ptr<comm::PrivateView> view_;  // of the common block; null: nothing is shared
   std::shared_ptr<comm::Region> compute_region_, master_region_, gradient_region_;
   std::shared_ptr<UnitGatherer> gatherer_;  // ZeRO-3
 };

@@ -63,6 +63,7 @@ UnitGatherer::UnitGatherer(GathererParts parts)
       slot.parameter = p;
       slot.offset = units_[u].bytes;
       slot.text = freed_text(spec.name);
+      if (spec.view != nullptr) continue;
       units_[u].bytes += aligned(static_cast<size_t>(spec.numel) * c10::elementSize(spec.compute_dtype));
     }
   }
@@ -208,7 +209,8 @@ void UnitGatherer::gather(Lock& lock, int64_t u, bool in_parallel) {
     for (const auto p : parts_.units.units[static_cast<size_t>(u)].parameters) {
       auto& slot = slots_[static_cast<size_t>(p)];
       const auto& spec = parts_.parameters[static_cast<size_t>(p)];
-      if (slot.storage != nullptr) show(slot, buffer + slot.offset);
+      if (slot.storage != nullptr) show(slot, place_of(slot, unit));
+      if (spec.view != nullptr) continue;
       const auto item = static_cast<int64_t>(c10::elementSize(spec.stored_dtype));
       for (const auto& piece : spec.pieces) bytes_gathered_ += piece.local ? 0 : piece.range.size() * item;
     }
@@ -218,8 +220,9 @@ void UnitGatherer::gather(Lock& lock, int64_t u, bool in_parallel) {
 }
 
 void UnitGatherer::copy_unit(int64_t u, std::byte* buffer, bool in_parallel) const {
-  for (const auto p : parts_.units.units[static_cast<size_t>(u)].parameters)
-    copy_parameter(p, buffer + slots_[static_cast<size_t>(p)].offset, in_parallel);
+  for (const auto p : parts_.units.units[static_cast<size_t>(u)].parameters) {
+    if (spec(p).view == nullptr) copy_parameter(p, buffer + slots_[static_cast<size_t>(p)].offset, in_parallel);
+  }
 }
 
 void UnitGatherer::copy_parameter(int64_t p, std::byte* whole, bool in_parallel) const {
@@ -255,7 +258,7 @@ void UnitGatherer::prefetch() {
     const int64_t u = order_.upcoming(ahead);
     if (u < 0) return;
     auto& unit = units_[static_cast<size_t>(u)];
-    if (unit.state != State::kFreed) continue;
+    if (unit.state != State::kFreed || unit.bytes == 0) continue;
     if (!has_room_for(u, ahead)) return;
     unit.buffer = take_buffer(unit.bytes);
     unit.state = State::kGathering;
@@ -294,7 +297,7 @@ void UnitGatherer::free_unit(int64_t u) {
   }
   unit.state = State::kFreed;
   unit.stale = false;
-  observe::chaos_poison(static_cast<std::byte*>(unit.buffer.data.get()), unit.bytes);
+  if (unit.bytes > 0) observe::chaos_poison(static_cast<std::byte*>(unit.buffer.data.get()), unit.bytes);
   give_buffer(std::move(unit.buffer));
 }
 
@@ -302,7 +305,7 @@ void UnitGatherer::evict_for(size_t bytes) {
   while (resident_ + bytes > static_cast<size_t>(parts_.resident_bytes)) {
     int64_t victim = -1, farthest = -1;
     for (size_t u = 0; u < units_.size(); ++u) {
-      if (!may_free(units_[u])) continue;
+      if (!may_free(units_[u]) || units_[u].buffer.capacity == 0) continue;
       const int64_t distance = order_.distance(static_cast<int64_t>(u));
       if (distance > farthest) {
         farthest = distance;
@@ -315,6 +318,7 @@ void UnitGatherer::evict_for(size_t bytes) {
 }
 
 UnitGatherer::Buffer UnitGatherer::take_buffer(size_t bytes) {
+  if (bytes == 0) return {};
   evict_for(bytes);
   auto best = spare_.end();
   for (auto it = spare_.begin(); it != spare_.end(); ++it) {
@@ -338,6 +342,7 @@ UnitGatherer::Buffer UnitGatherer::take_buffer(size_t bytes) {
 
 // Kept for the next unit, as far as the budget goes: fresh memory would cost a page fault for every 4 KB.
 void UnitGatherer::give_buffer(Buffer buffer) {
+  if (buffer.capacity == 0) return;
   resident_ -= buffer.capacity;
   if (resident_ + spare_bytes_ + buffer.capacity > static_cast<size_t>(parts_.resident_bytes)) return;
   spare_bytes_ += buffer.capacity;
@@ -349,7 +354,12 @@ const std::byte* UnitGatherer::contents(int64_t parameter) const {
   const auto u = parts_.units.unit_of[static_cast<size_t>(parameter)];
   const auto& unit = units_[static_cast<size_t>(u)];
   TORCH_INTERNAL_ASSERT(unit.state == State::kWhole, "contents of a unit that is not whole");
-  return static_cast<const std::byte*>(unit.buffer.data.get()) + slots_[static_cast<size_t>(parameter)].offset;
+  return place_of(slots_[static_cast<size_t>(parameter)], unit);
+}
+
+std::byte* UnitGatherer::place_of(const Slot& slot, const UnitState& unit) const {
+  auto* view = spec(slot.parameter).view;
+  return view != nullptr ? view : static_cast<std::byte*>(unit.buffer.data.get()) + slot.offset;
 }
 
 // ---- writes --------------------------------------------------------------------------------------------------------
@@ -364,6 +374,14 @@ void UnitGatherer::note_write(int64_t parameter) {
 
 bool UnitGatherer::agrees_with_masters(int64_t parameter) {
   parts_.epoch->wait();
+  if (const auto* view = spec(parameter).view) {
+    const auto item = static_cast<int64_t>(c10::elementSize(spec(parameter).compute_dtype));
+    const auto& pieces = spec(parameter).pieces;
+    return std::all_of(pieces.begin(), pieces.end(), [&](const GatherPiece& piece) {
+      return std::memcmp(view + piece.range.begin * item, piece.master,
+                         static_cast<size_t>(piece.range.size() * item)) == 0;
+    });
+  }
   const auto bytes = static_cast<size_t>(spec(parameter).numel) * c10::elementSize(spec(parameter).compute_dtype);
   const auto fresh = c10::GetAllocator(c10::kCPU)->allocate(bytes);
   copy_parameter(parameter, static_cast<std::byte*>(fresh.get()), /*in_parallel=*/true);
@@ -398,6 +416,7 @@ void UnitGatherer::masters_changed() {
       units_[u].stale = units_[u].state == State::kWhole;
     }
   }
+  if (parts_.view) parts_.view->drop();
   order_.begin_round();
 }
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Role: ZeRO-3's gather. A managed parameter's storage shows its whole compute copy only while its unit is whole; else
 // it is freed and carries a text that says so. Units are put together straight from every rank's masters, rounded to
-// the compute dtype on the way: no message, no help from a peer, so ranks may use different modules in different order.
-// Invariants: I1 TensorImpl and StorageImpl of a parameter never change, only what the storage points to. I2 a pinned
-// or written unit stays whole. I3 what is whole takes at most `resident_bytes` beyond pinned and written units. I4
-// masters are read only while no rank writes them: callers let all ranks meet before they write, and then call
-// masters_changed(); settle() ends what runs ahead before the ranks meet. I5 lives as long as a storage shows one of
-// its parameters: a module can be read after its optimizer is gone. Shapes: a unit is one buffer, each parameter in it
-// starts on 64 bytes. Threads: all functions, from any thread, unless noted. Errors: c10::DistBackendError when a rank
-// does not finish its step; pin() then changes nothing.
+// the compute dtype on the way (or shown where masters lie, without a copy): no message, no help from a peer, so ranks
+// may use different modules in different order. Invariants: I1 TensorImpl and StorageImpl of a parameter never change,
+// only what the storage points to. I2 a pinned or written unit stays whole. I3 what is whole takes at most
+// `resident_bytes` beyond pinned and written units. I4 masters are read only while no rank writes them: callers let all
+// ranks meet before they write, and then call masters_changed(); settle() ends what runs ahead before the ranks meet.
+// I5 lives as long as a storage shows one of its parameters: a module can be read after its optimizer is gone. Shapes:
+// a unit is one buffer, each parameter in it starts on 64 bytes. Threads: all functions, from any thread, unless noted.
+// Errors: c10::DistBackendError when a rank does not finish its step; pin() then changes nothing.
 #pragma once
 #include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "plugin/comm/private_view.h"
 #include "plugin/engine/master_epoch.h"
 #include "plugin/engine/use_order.h"
 #include "plugin/plan/shard_plan.h"
@@ -40,6 +41,7 @@ struct GatherSpec {  // one parameter
   c10::ScalarType compute_dtype = c10::kFloat, stored_dtype = c10::kFloat;
   int64_t numel = 0;
   std::vector<GatherPiece> pieces;
+  std::byte* view = nullptr;  // where masters can be read as they are: shown as it is, never copied
 };
 
 struct GathererParts {
@@ -48,7 +50,8 @@ struct GathererParts {
   int64_t resident_bytes = 0;
   int64_t prefetch_units = 0;
   std::unique_ptr<MasterEpoch> epoch;
-  std::shared_ptr<void> memory;  // keeps the masters mapped
+  std::shared_ptr<void> memory;             // keeps the masters mapped
+  std::shared_ptr<comm::PrivateView> view;  // in which the parameters' views lie; may be null
 };
 
 class UnitGatherer : public std::enable_shared_from_this<UnitGatherer> {
@@ -123,6 +126,7 @@ class UnitGatherer : public std::enable_shared_from_this<UnitGatherer> {
   void run_ahead();  // the thread
   bool has_room_for(int64_t unit, int64_t distance) const;
   void show(Slot& slot, void* data);
+  std::byte* place_of(const Slot& slot, const UnitState& unit) const;  // in a whole unit
   void free_unit(int64_t unit);
   bool may_free(const UnitState& unit) const {
     return unit.state == State::kWhole && unit.pins == 0 && unit.writes == 0;

@@ -48,8 +48,9 @@ void validate(const ShardOptions& options) {
 std::string describe(const ShardOptions& options) {
   std::ostringstream text;
   text << "stage " << static_cast<int>(options.stage()) << " unit_bytes " << options.unit_bytes() << " resident_bytes "
-       << options.resident_bytes().value_or(-1) << " prefetch_units " << options.prefetch_units() << " bucket_bytes "
-       << options.bucket_bytes() << " overlap " << options.overlap() << " gradient_divide_factor ";
+       << options.resident_bytes().value_or(-1) << " prefetch_units " << options.prefetch_units()
+       << " share_parameters " << options.share_parameters() << " bucket_bytes " << options.bucket_bytes()
+       << " overlap " << options.overlap() << " gradient_divide_factor ";
   if (options.gradient_divide_factor()) text << std::hexfloat << *options.gradient_divide_factor() << std::defaultfloat;
   text << " skip_nonfinite_steps " << options.skip_nonfinite_steps() << " low_precision_master "
        << options.low_precision_master() << " param_dtype ";

@@ -98,7 +98,8 @@ class Session {
   std::string exchange_changes(const char* operation);  // collective; what differs between ranks
   void agree_on_changes(const char* operation);         // collective
   uint64_t contents_digest() const;                     // of what the parameters show
-  bool shows_masters(int64_t parameter) const;          // under a guard: nothing was cast or reshaped
+  void write_own_values(int64_t parameter, const at::Tensor& whole) const;
+  bool shows_masters(int64_t parameter) const;  // under a guard: nothing was cast or reshaped
   bool check_finite(bool unscale);
   void prepare_step();
   void apply_step();

@@ -49,6 +49,19 @@ bool Session::shows_masters(int64_t p) const {
              (parameter.separate_master ? parameter.stored_dtype() : parameter.compute_dtype);
 }
 
+// What this rank has of a parameter: its compute copy, and of it as a master what it owns.
+void Session::write_own_values(int64_t p, const at::Tensor& whole) const {
+  const auto& parameter = model_->parameters()[p];
+  const auto dtype = engine::kernel_dtype(whole.scalar_type());
+  auto* data = static_cast<std::byte*>(whole.data_ptr());
+  kernels::kernels().cast(model_->visible(p), engine::kernel_dtype(parameter.compute_dtype), data, dtype,
+                          parameter.numel);
+  const auto range = model_->owned(p, model_->rank());
+  if (range.empty() || !parameter.separate_master) return;
+  const auto item = kernels::itemsize(dtype);
+  std::memcpy(data + range.begin * item, model_->master(p, model_->rank()), static_cast<size_t>(range.size() * item));
+}
+
 // Ranks whose parameters differ may enter: a guard is where that is put right. Each then sees its own values, as far as
 // it has them (its own part of the masters, its compute copy of the rest), so that broadcast() spreads one rank's.
 void Session::enter_full() {
@@ -57,9 +70,12 @@ void Session::enter_full() {
     return;
   }
   diverged_ = !exchange_changes("enter full parameters").empty();
-  if (diverged_ && !model_->keeps_compute_copies()) {
+  if (diverged_ && (!model_->keeps_compute_copies() || model_->shares())) {
     // What others have written must not show here: the masters are read before they take it over.
     full_ = publisher_->gather_masters(true);
+    for (int64_t p = 0; p < model_->size(); ++p) {
+      if (model_->parameters()[p].ahead) write_own_values(p, full_[p]);
+    }
     for (const auto& change : changes_)
       full_[change.parameter].copy_(change.copy.defined() ? change.copy : model_->shown(change.parameter).tensor);
     adopt_changes();
@@ -70,16 +86,9 @@ void Session::enter_full() {
   if (!diverged_) guard_digest_ = 0;
   for (int64_t p = 0; p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
-    if (!parameter.separate_master || parameter.numel == 0 || !model_->manages(p)) continue;
-    if (diverged_ && model_->keeps_compute_copies()) {
-      auto* whole = static_cast<std::byte*>(full_[p].data_ptr());
-      const auto range = model_->owned(p, model_->rank());
-      kernels::kernels().cast(model_->compute(p, model_->rank()), engine::kernel_dtype(parameter.compute_dtype), whole,
-                              engine::kernel_dtype(parameter.master_dtype), parameter.numel);
-      if (!range.empty())
-        std::memcpy(whole + range.begin * model_->master_itemsize(p), model_->master(p, model_->rank()),
-                    static_cast<size_t>(range.size() * model_->master_itemsize(p)));
-    }
+    if (parameter.numel == 0 || !model_->manages(p)) continue;
+    if (!parameter.separate_master && !(diverged_ && model_->shares())) continue;
+    if (diverged_ && model_->keeps_compute_copies() && !model_->shares()) write_own_values(p, full_[p]);
     using Keep = at::Tensor;
     auto* keep = new Keep(full_[p]);
     model_->attach_to(p,
@@ -96,7 +105,8 @@ void Session::enter_full() {
 void Session::leave_full() {
   if (--full_depth_ > 0) return;
   const uint64_t digest = contents_digest();
-  if (digest != entered_digest_ || diverged_) guard_digest_ = digest;
+  const bool same = digest == entered_digest_ && !diverged_;
+  if (!same) guard_digest_ = digest;
   // A parameter that was cast or reshaped under the guard keeps its master; changes_digest() says so to all ranks. What
   // lies in another parameter's memory (set_data) is copied before that memory goes.
   std::vector<at::Tensor> copies(static_cast<size_t>(model_->size()));
@@ -112,6 +122,10 @@ void Session::leave_full() {
   }
   for (int64_t p = 0; p < model_->size(); ++p) {
     if (!copies[p].defined() && !written(p)) continue;
+    if (same && model_->shares() && !model_->shows_foreign_memory(p)) {  // nothing that views must be ahead with
+      model_->show_again(p);
+      continue;
+    }
     const auto values = copies[p].defined() ? copies[p] : model_->shown(p).tensor;
     model_->adopt_whole(p, static_cast<const std::byte*>(values.const_data_ptr()));
   }

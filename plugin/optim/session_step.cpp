@@ -63,6 +63,7 @@ void Session::require_groups() const {
 uint64_t Session::changes_digest() {
   uint64_t digest = guard_digest_;
   changes_.clear();
+  model_->look_for_writes();
   for (int64_t p = 0; p < model_->size(); ++p) {
     const auto& parameter = model_->parameters()[p];
     if (parameter.numel == 0 || !model_->manages(p)) continue;
@@ -96,6 +97,7 @@ void Session::adopt_changes() {
     }
     any = true;
   }
+  model_->share_changes();
   if (any) model_->masters_changed();
 }
 

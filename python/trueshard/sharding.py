@@ -94,10 +94,11 @@ def shard(module, optimizer, group=None, **options):
     `optimizer`: a torch.optim.Adam, AdamW, SGD, RMSprop or Adagrad over the module's parameters that has not stepped yet;
     it is taken over. `options`: stage (Stage or its number, default ZERO2), param_dtype, full_precision_modules, units,
     unit_bytes, resident_bytes, prefetch_units, bucket_bytes, overlap, gradient_divide_factor, skip_nonfinite_steps,
-    low_precision_master; see trueshard/shard_options.h. All ranks start with rank 0's parameters and buffers.
+    low_precision_master, share_parameters; see trueshard/shard_options.h. All ranks start with rank 0's parameters and buffers.
     """
     known = ("stage", "param_dtype", "full_precision_modules", "units", "unit_bytes", "resident_bytes", "prefetch_units",
-             "bucket_bytes", "overlap", "gradient_divide_factor", "skip_nonfinite_steps", "low_precision_master")
+             "bucket_bytes", "overlap", "gradient_divide_factor", "skip_nonfinite_steps", "low_precision_master",
+             "share_parameters")
     for name in options:
         if name not in known:
             raise TypeError(f"trueshard shard: unknown option '{name}'; expected one of {', '.join(known)}")

@@ -336,7 +336,9 @@ TEST(Zero3, WhatIsWholeStaysWithinTheBudget) {
     std::vector<torch::Tensor> values;
     for (int i = 0; i < 8; ++i) values.push_back(torch::full({256}, 0.5 + i));  // 1 KB each
     Toy module(values);
-    auto optimizer = shard_sgd(module, group, ShardOptions().stage(Stage::Zero3).unit_bytes(1024).resident_bytes(2048));
+    auto optimizer =
+        shard_sgd(module, group,
+                  ShardOptions().stage(Stage::Zero3).unit_bytes(1024).resident_bytes(2048).share_parameters(false));
     for (int step = 0; step < 3; ++step) {
       auto x = torch::full({256}, 1.0 + rank);
       for (auto& p : module->tensors) {

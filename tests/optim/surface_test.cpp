@@ -273,7 +273,8 @@ TEST(Observe, RangesShowUpInTorchsProfiler) {
 TEST(Observe, MetricsCount) {
   const auto results = run_threads(3, [&](int, const Group& group) {
     Toy module = toy_of({torch::zeros({96})});
-    auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.5), group);
+    auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.5), group,
+                           ShardOptions().share_parameters(false));  // so that there is something to gather
     ShardedGradScaler scaler(group, GradScalerOptions().init_scale(4.0));
     scaler.scale(module->tensors[0].sum()).backward();
     scaler.unscale_(*optimizer);

@@ -22,10 +22,12 @@ struct Recipe {
   int64_t unit_bytes = 600;                              // ZeRO-3: several units
   std::optional<int64_t> resident_bytes = std::nullopt;  // ZeRO-3
   int64_t prefetch_units = 0;                            // ZeRO-3
+  bool share_parameters = true;
 };
 ShardOptions options_of(const Recipe& run) {
   auto options = ShardOptions().stage(run.stage).bucket_bytes(run.bucket_bytes).overlap(run.overlap);
   options.unit_bytes(run.unit_bytes).resident_bytes(run.resident_bytes).prefetch_units(run.prefetch_units);
+  options.share_parameters(run.share_parameters);
   if (run.mixed) options.mp_policy(MixedPrecisionPolicy().param_dtype(torch::kBFloat16));
   return options;
 }
@@ -106,8 +108,11 @@ TEST_P(ARealModelOn, HasTheSameBitsInEveryStage) {
   for (const bool mixed : {false, true}) {
     const auto expected = on_threads(GetParam(), {.stage = Stage::Replicated, .mixed = mixed});
     EXPECT_FALSE(expected.empty());
-    for (const auto stage : {Stage::Zero1, Stage::Zero2, Stage::Zero3})
-      EXPECT_EQ(on_threads(GetParam(), {.stage = stage, .mixed = mixed}), expected) << "mixed " << mixed;
+    for (const auto stage : {Stage::Zero1, Stage::Zero2, Stage::Zero3}) {
+      for (const bool share : {false, true})
+        EXPECT_EQ(on_threads(GetParam(), {.stage = stage, .mixed = mixed, .share_parameters = share}), expected)
+            << "mixed " << mixed << " share " << share;
+    }
   }
 }
 
@@ -134,7 +139,8 @@ TEST(ARealModel, HasTheSameBitsForEveryUnitSizeAndResidencyBudget) {
                                    .mixed = mixed,
                                    .unit_bytes = unit_bytes,
                                    .resident_bytes = resident_bytes,
-                                   .prefetch_units = prefetch_units}),
+                                   .prefetch_units = prefetch_units,
+                                   .share_parameters = prefetch_units > 0}),
                     expected)
               << "unit " << unit_bytes << " budget " << resident_bytes << " prefetch " << prefetch_units;
         }

@@ -9,7 +9,8 @@ namespace trueshard {
 
 // Bytes held by this rank right now, by purpose (padding included). docs/design.md gives the formula for each stage.
 struct TRUESHARD_API MemoryMetrics {
-  int64_t parameters = 0;       // whole parameters in the compute dtype; Zero3: units that are whole right now
+  // Whole parameters in the compute dtype, of what ranks share an equal part; Zero3: units that are whole right now.
+  int64_t parameters = 0;
   int64_t masters = 0;          // master weights that are not part of `parameters`
   int64_t gradients = 0;        // reduced gradients
   int64_t partial_sums = 0;     // partial sums of the tree beyond the first

@@ -51,6 +51,11 @@ struct TRUESHARD_API ShardOptions {
   // Zero3: a thread of its own makes this many units whole ahead of their use, within resident_bytes, along the order
   // of the step before. Worth it where a core is idle.
   TORCH_ARG(int64_t, prefetch_units) = 0;
+  // true: what all ranks of a host would hold alike, they hold once (Zero1, Zero2: the parameters that operators read;
+  // Zero3: those whose masters can be read as they are, which are then never copied to be whole). A write in place
+  // gives the rank its own copy of a page until the next step, which takes the value over as always. Where the system
+  // can not tell which pages are copies, every rank holds its own.
+  TORCH_ARG(bool, share_parameters) = true;
   // true: 16-bit parameters are stepped in their own dtype, without fp32 masters. The updates of small steps are then
   // lost.
   TORCH_ARG(bool, low_precision_master) = false;
