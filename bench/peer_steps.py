@@ -156,8 +156,8 @@ def factories(options, rank, group):
     table = {"no communication": lambda: Floor(options, rank)}
     for stage, name in enumerate(("replicated", "zero1", "zero2", "zero3")):
         table["trueshard " + name] = lambda stage=stage: Trueshard(options, rank, stage, group)
-    table["ddp, gloo"] = lambda: Ddp(options, rank)
-    table["fsdp2, gloo"] = lambda: Fsdp2(options, rank)
+    table["ddp gloo"] = lambda: Ddp(options, rank)
+    table["fsdp2 gloo"] = lambda: Fsdp2(options, rank)
     if importlib.util.find_spec("deepspeed"):
         for stage in (1, 2, 3):
             table[f"deepspeed zero{stage}"] = lambda stage=stage: DeepSpeed(options, rank, stage)
@@ -201,8 +201,8 @@ def run_rank(options):
     dist.destroy_process_group()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(description):
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--layers", type=int, default=5)
@@ -212,13 +212,17 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--store")
-    options = parser.parse_args()
+    return parser
+
+
+def main():
+    options = parser(__doc__).parse_args()
     if options.rank is not None:
         return run_rank(options)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--store", os.path.join(folder, "store")]
         environment = dict(os.environ, OMP_NUM_THREADS="1")
-        children = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(options.ranks)]
+        children = [subprocess.Popen([*command, "--rank", str(rank)], env=dict(environment, LOCAL_RANK=str(rank))) for rank in range(options.ranks)]
         return max(abs(child.wait()) for child in children)
 
 
