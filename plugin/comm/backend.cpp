@@ -106,9 +106,7 @@ void Backend::abort() {
 }
 
 void Backend::check_usable(const char* call) const {
-  TORCH_CHECK(!forked(), where(rank_, size_, transport_->group_name()), " ", call, ": process ", ::getpid(),
-              " was forked from the one that made the group and is no rank of it; make a new group there, or start "
-              "processes with the method 'spawn'");
+  transport_->check_process(call);
   transport_->throw_if_failed();
 }
 

@@ -191,6 +191,7 @@ uint64_t Channel::next() const { return state_->next; }
 
 uint64_t Channel::post(const Fingerprint& fingerprint, const void* record, size_t record_bytes) {
   State& s = *state_;
+  transport_->check_process("message");
   transport_->throw_if_failed();
   TORCH_CHECK(record_bytes <= s.options.record_bytes, s.here(), ": a record of ", record_bytes, " bytes, at most ",
               s.options.record_bytes, " were announced");

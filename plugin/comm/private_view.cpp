@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 
@@ -23,20 +24,29 @@ size_t page_bytes() {
 // it is swapped out, 61 it belongs to a file or is shared. What was never touched has none of them.
 bool is_copy(uint64_t entry) { return (entry >> 62) != 0 && (entry >> 61 & 1) == 0; }
 
-bool read_entries(const std::byte* data, size_t pages, uint64_t* entries) {
-  const int file = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-  if (file < 0) return false;
+// Opened once in each process: one that runs out of descriptors, or gives up its rights, can still read it. What a
+// child inherits is its parent's table.
+int page_table() noexcept {
+  static std::atomic<int> file{-1};
+  static std::atomic<pid_t> owner{0};
+  if (owner.load(std::memory_order_acquire) != ::getpid()) {  // threads may both open it: either will do
+    file.store(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
+    owner.store(::getpid(), std::memory_order_release);
+  }
+  return file.load();
+}
+
+bool read_entries(const std::byte* data, size_t pages, uint64_t* entries) noexcept {
   size_t done = 0;
   const size_t wanted = pages * sizeof *entries;
   const auto start = reinterpret_cast<uintptr_t>(data) / page_bytes() * sizeof *entries;
   while (done < wanted) {
     const ssize_t got =
-        ::pread(file, reinterpret_cast<char*>(entries) + done, wanted - done, static_cast<off_t>(start + done));
+        ::pread(page_table(), reinterpret_cast<char*>(entries) + done, wanted - done, static_cast<off_t>(start + done));
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) break;
     done += static_cast<size_t>(got);
   }
-  ::close(file);
   return done == wanted;
 }
 
@@ -72,12 +82,18 @@ bool try_out() {
 
 }  // namespace
 
-bool PrivateView::works() {
-  static const bool result = try_out();
+bool PrivateView::works() noexcept {
+  static const bool result = [] {
+    try {
+      return try_out();
+    } catch (const std::exception&) {
+      return false;
+    }
+  }();
   return result;
 }
 
-PrivateView::PrivateView(int file, size_t bytes) : bytes_(bytes) {
+PrivateView::PrivateView(int file, size_t bytes) : bytes_(bytes), entries_((bytes + page_bytes() - 1) / page_bytes()) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file, 0);
   TORCH_CHECK(data != MAP_FAILED, "mapping ", bytes,
               " bytes of shared memory privately failed: ", std::strerror(errno));
@@ -86,20 +102,19 @@ PrivateView::PrivateView(int file, size_t bytes) : bytes_(bytes) {
 
 PrivateView::~PrivateView() { ::munmap(data_, bytes_); }
 
-void PrivateView::look() {
-  entries_.resize((bytes_ + page_bytes() - 1) / page_bytes());
-  TORCH_CHECK(read_entries(data_, entries_.size(), entries_.data()),
-              "reading /proc/self/pagemap failed: ", std::strerror(errno));
+void PrivateView::look() noexcept {
+  constexpr uint64_t kCopy = uint64_t{1} << 63;
+  if (!read_entries(data_, entries_.size(), entries_.data())) std::fill(entries_.begin(), entries_.end(), kCopy);
 }
 
-bool PrivateView::written(size_t begin, size_t end) const {
+bool PrivateView::written(size_t begin, size_t end) const noexcept {
   if (begin >= end) return false;
   const size_t last = std::min((end + page_bytes() - 1) / page_bytes(), entries_.size());
   return std::any_of(entries_.begin() + static_cast<ptrdiff_t>(std::min(begin / page_bytes(), last)),
                      entries_.begin() + static_cast<ptrdiff_t>(last), is_copy);
 }
 
-void PrivateView::drop() {
+void PrivateView::drop() noexcept {
   look();
   for (size_t page = 0; page < entries_.size();) {
     if (!is_copy(entries_[page])) {
@@ -108,8 +123,12 @@ void PrivateView::drop() {
     }
     size_t end = page;
     while (end < entries_.size() && is_copy(entries_[end])) entries_[end++] = 0;
-    TORCH_CHECK(::madvise(data_ + page * page_bytes(), (end - page) * page_bytes(), MADV_DONTNEED) == 0,
-                "giving back copied pages failed: ", std::strerror(errno));
+    std::byte* begin = data_ + page * page_bytes();
+    const size_t bytes = (end - page) * page_bytes();
+    if (::madvise(begin, bytes, MADV_DONTNEED) != 0) {  // locked pages can not be given back
+      ::munlock(begin, bytes);
+      ::madvise(begin, bytes, MADV_DONTNEED);
+    }
     page = end;
   }
 }

@@ -3,7 +3,8 @@
 // rank a copy of the page, which nobody else sees and which shows nothing new until drop(). So all ranks of a host have
 // one physical copy of what none of them has written to. Invariants: I1 written() says yes for every byte that was
 // written through the view since the last drop(), however it was written (raw pointers included); and for other bytes
-// of the same pages. Shapes: bytes. Threads: one at a time; reads of data() at any time. Errors: c10::Error.
+// of the same pages, or for all where the kernel does not answer. Shapes: bytes. Threads: one at a time; reads of
+// data() at any time. Errors: c10::Error from the constructor only.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +15,7 @@ namespace trueshard::comm {
 class PrivateView {
  public:
   // The kernel says which pages of a private mapping are copies (Linux 3.5 and later, /proc mounted). Tried once.
-  static bool works();
+  static bool works() noexcept;
 
   // Shows `bytes` bytes of the file, whose descriptor is not needed any more afterwards.
   PrivateView(int file, size_t bytes);
@@ -23,10 +24,10 @@ class PrivateView {
   PrivateView& operator=(const PrivateView&) = delete;
   std::byte* data() const { return data_; }
   // Looks which pages are copies now, for written().
-  void look();
-  bool written(size_t begin, size_t end) const;  // when look() was called last
-  // Copies go, and what they held: the view shows the block again.
-  void drop();
+  void look() noexcept;
+  bool written(size_t begin, size_t end) const noexcept;  // when look() was called last
+  // Copies go, and what they held: the view shows the block again. Memory that was locked since (mlock) is unlocked.
+  void drop() noexcept;
 
  private:
   std::byte* data_;

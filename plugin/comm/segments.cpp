@@ -68,6 +68,7 @@ FileGuard make_memfd(size_t bytes) {
 class ThreadSegments final : public Segments {
  public:
   const char* kind() const override { return "threads"; }
+  bool closes_alone() const override { return false; }
   std::shared_ptr<Mapping> create(size_t bytes, SegmentTicket* ticket) override {
     std::shared_ptr<Mapping> mapping;
     if (ticket->keep_file) {
@@ -198,7 +199,12 @@ class FileSegments final : public Segments {
 
 Mapping::~Mapping() {
   ::munmap(data_, bytes_);
+  close_file();
+}
+
+void Mapping::close_file() noexcept {
   if (file_ >= 0) ::close(file_);
+  file_ = -1;
 }
 
 std::string SegmentTicket::encode() const {

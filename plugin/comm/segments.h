@@ -21,7 +21,8 @@ class Mapping {  // a mapped block; unmapped when the last owner lets go
   Mapping& operator=(const Mapping&) = delete;
   std::byte* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  int file() const { return file_; }  // -1, or a descriptor kept for locks or for private views
+  int file() const { return file_; }  // -1, or a descriptor kept for locks, or until private views are made
+  void close_file() noexcept;
 
  private:
   std::byte* data_;
@@ -34,7 +35,7 @@ struct SegmentTicket {  // what a peer needs to open a segment; plain data, live
   int64_t number = 0;  // descriptor, or number in the process's own list
   uint64_t inode = 0;
   uint64_t bytes = 0;
-  bool keep_file = false;  // mappings keep their descriptor
+  bool keep_file = false;  // mappings keep their descriptor until close_file()
   char file[64] = {};
   std::string encode() const;
   static SegmentTicket decode(const std::string& text);
@@ -44,6 +45,8 @@ class Segments {
  public:
   virtual ~Segments() = default;
   virtual const char* kind() const = 0;
+  // Each open() gives a mapping of its own (else all ranks have the maker's).
+  virtual bool closes_alone() const { return true; }
   // Fills the ticket in; its keep_file is the caller's wish.
   virtual std::shared_ptr<Mapping> create(size_t bytes, SegmentTicket* ticket) = 0;
   virtual std::shared_ptr<Mapping> open(const SegmentTicket& ticket) = 0;

@@ -17,22 +17,18 @@ size_t stagger_of(int rank) { return kStagger * static_cast<size_t>(2 * (rank % 
 
 class SharedRegion final : public Region {
  public:
-  SharedRegion(std::vector<std::shared_ptr<Mapping>> mappings, std::vector<size_t> bytes)
-      : mappings_(std::move(mappings)), bytes_(std::move(bytes)) {}
+  SharedRegion(std::vector<Opened> blocks, std::vector<size_t> bytes)
+      : blocks_(std::move(blocks)), bytes_(std::move(bytes)) {}
   std::byte* data(int rank) const override {
-    const auto& mapping = mappings_[static_cast<size_t>(rank)];
+    const auto& mapping = blocks_[static_cast<size_t>(rank)].mapping;
     return mapping == nullptr ? nullptr : mapping->data() + stagger_of(rank);
   }
   size_t bytes(int rank) const override { return bytes_[static_cast<size_t>(rank)]; }
-  std::unique_ptr<PrivateView> view(int rank) const override {
-    const auto& mapping = mappings_[static_cast<size_t>(rank)];
-    TORCH_INTERNAL_ASSERT(mapping != nullptr && mapping->file() >= 0, "a block without views");
-    return std::make_unique<PrivateView>(mapping->file(), mapping->bytes());
-  }
+  std::shared_ptr<PrivateView> view(int rank) const override { return blocks_[static_cast<size_t>(rank)].view; }
   size_t view_offset(int rank) const override { return stagger_of(rank); }
 
  private:
-  std::vector<std::shared_ptr<Mapping>> mappings_;  // null: the rank asked for nothing
+  std::vector<Opened> blocks_;  // without a mapping: the rank asked for nothing
   std::vector<size_t> bytes_;
 };
 
@@ -73,6 +69,12 @@ void SharedTransport::set_timeout(std::chrono::milliseconds timeout) {
 void SharedTransport::fail(const std::string& text) noexcept {
   page().fail(rank(), text);
   wake_list_.wake_all();
+}
+
+void SharedTransport::check_process(const char* call) const {
+  TORCH_CHECK(::getpid() == process_, here(), " ", call, ": process ", ::getpid(),
+              " was forked from the one that made the group and is no rank of it; make a new group there, or start "
+              "processes with the method 'spawn'");
 }
 
 void SharedTransport::throw_if_failed() const {
@@ -155,16 +157,20 @@ std::string SharedTransport::announcement_problem(const std::string& name) const
   return {};
 }
 
-std::vector<std::shared_ptr<Mapping>> SharedTransport::open_all(std::shared_ptr<Mapping> own) {
-  std::vector<std::shared_ptr<Mapping>> mappings(static_cast<size_t>(size()));
+std::vector<Opened> SharedTransport::open_all(const std::shared_ptr<Mapping>& own) {
+  std::vector<Opened> blocks(static_cast<size_t>(size()));
   for (int r = 0; r < size(); ++r) {
+    auto& block = blocks[static_cast<size_t>(r)];
+    const auto& ticket = announcement(r).ticket;
     if (r == rank()) {
-      mappings[static_cast<size_t>(r)] = std::move(own);
-    } else if (announcement(r).ticket.bytes > 0) {
-      mappings[static_cast<size_t>(r)] = parts_.segments->open(announcement(r).ticket);
+      block.mapping = own;
+    } else if (ticket.bytes > 0) {
+      block.mapping = parts_.segments->open(ticket);
     }
+    if (block.mapping && ticket.keep_file)
+      block.view = std::make_shared<PrivateView>(block.mapping->file(), block.mapping->bytes());
   }
-  return mappings;
+  return blocks;
 }
 
 std::shared_ptr<Region> SharedTransport::allocate(const std::string& name, size_t bytes, Views views) {
@@ -183,10 +189,10 @@ std::shared_ptr<Region> SharedTransport::allocate(const std::string& name, size_
 
   wait_for(published_, allocations_, "allocate '" + name + "'");
   std::string problem = announcement_problem(name);
-  std::vector<std::shared_ptr<Mapping>> mappings;
+  std::vector<Opened> blocks;
   if (problem.empty()) {
     try {
-      mappings = open_all(std::move(own));
+      blocks = open_all(own);
     } catch (const std::exception& error) {
       copy_text(mine.open_error, sizeof mine.open_error, text_of(error));
     }
@@ -204,7 +210,11 @@ std::shared_ptr<Region> SharedTransport::allocate(const std::string& name, size_
     const size_t whole = announcement(r).ticket.bytes;
     sizes.push_back(whole == 0 ? 0 : whole - stagger_of(r));
   }
-  return std::make_shared<SharedRegion>(std::move(mappings), std::move(sizes));
+  for (auto& block : blocks) {
+    // Ranks that are threads have the maker's mapping: it closes the file, all views being made.
+    if (block.view && (block.mapping == own || parts_.segments->closes_alone())) block.mapping->close_file();
+  }
+  return std::make_shared<SharedRegion>(std::move(blocks), std::move(sizes));
 }
 
 }  // namespace trueshard::comm

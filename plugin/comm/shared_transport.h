@@ -3,6 +3,8 @@
 // Invariants: see transport.h. Releasing a transport marks this rank as left and frees; it waits for nobody.
 // Threads: any. allocate() calls are one after the other. Errors: c10::DistBackendError.
 #pragma once
+#include <unistd.h>
+
 #include <mutex>
 
 #include "plugin/comm/control_page.h"
@@ -22,6 +24,11 @@ struct TransportParts {
   std::vector<int64_t> pids;  // of each rank
 };
 
+struct Opened {  // a rank's block
+  std::shared_ptr<Mapping> mapping;
+  std::shared_ptr<PrivateView> view;  // where views were asked for
+};
+
 class SharedTransport final : public Transport {
  public:
   explicit SharedTransport(TransportParts parts);
@@ -39,6 +46,7 @@ class SharedTransport final : public Transport {
   void fail(const std::string& text) noexcept override;
   bool failed() const noexcept override { return page().failed(); }
   void throw_if_failed() const override;
+  void check_process(const char* call) const override;
   bool peer_alive(int rank) const noexcept override;
   std::string how_peer_left(int rank) const override;
   WakeList& wake_list() noexcept override { return wake_list_; }
@@ -47,13 +55,14 @@ class SharedTransport final : public Transport {
   ControlPage& page() const { return *reinterpret_cast<ControlPage*>(parts_.control->data()); }
   std::string here() const;
   std::shared_ptr<Mapping> announce(const std::string& name, size_t bytes, Views views);
-  std::vector<std::shared_ptr<Mapping>> open_all(std::shared_ptr<Mapping> own);
+  std::vector<Opened> open_all(const std::shared_ptr<Mapping>& own);
   void wait_for(const std::vector<Flag*>& flags, uint64_t number, const std::string& missing);
   std::string announcement_problem(const std::string& name) const;
   Announcement& announcement(int rank) const { return page().line(rank).announcements[allocations_ % 2]; }
 
   TransportParts parts_;
   std::atomic<int64_t> timeout_ms_{0};
+  const int64_t process_ = ::getpid();
   std::mutex allocate_mutex_;
   uint64_t allocations_ = 0;  // guarded by allocate_mutex_
   std::vector<Flag*> joined_, published_, opened_;

@@ -31,7 +31,7 @@ class Region {  // one block of zeroed memory per rank, all of them readable (an
       int rank) const = 0;  // 64-byte aligned; bases of large blocks are staggered against cache aliasing
   virtual size_t bytes(int rank) const = 0;
   // This rank's own look at a rank's block (allocated with Views::kPrivate), and where the block begins in it.
-  virtual std::unique_ptr<PrivateView> view(int rank) const = 0;
+  virtual std::shared_ptr<PrivateView> view(int rank) const = 0;
   virtual size_t view_offset(int rank) const = 0;
 };
 
@@ -53,6 +53,8 @@ class Transport {
   virtual void fail(const std::string& text) noexcept = 0;
   virtual bool failed() const noexcept = 0;
   virtual void throw_if_failed() const = 0;
+  // Throws in a forked child, which has no place among the ranks; `call` is what it tried.
+  virtual void check_process(const char* call) const = 0;
   // False once the peer is known to be gone: its process has ended, or it has released its transport.
   virtual bool peer_alive(int rank) const noexcept = 0;
   // "process 4711 has ended" or "has closed the group"; after peer_alive() said false.

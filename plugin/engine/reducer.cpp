@@ -104,6 +104,7 @@ void Reducer::note_error(const std::string& text) {
 // ---- hooks ---------------------------------------------------------------------------------------------------------
 
 void Reducer::before_accumulate(int64_t parameter) {
+  model_->transport()->check_process("backward");
   throw_if_broken();
   if (tracker_->enter(this)) begin_pass(no_sync_ > 0);
   if (placeholder_set_[parameter]) {

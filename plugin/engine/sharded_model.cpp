@@ -7,6 +7,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Logging.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <sstream>
@@ -114,7 +115,12 @@ ShardedModel::ShardedModel(std::shared_ptr<comm::Transport> transport, const std
       plan_(make_plan(parameters_, transport_->size(), options.bucket_bytes())),
       norm_plan_(plan_) {
   if (options_.share_parameters() && can_share()) {
-    for (auto& p : parameters_) p.shared = keeps_compute_copies() || p.stored_dtype() == p.compute_dtype;
+    bool any = false;
+    for (auto& p : parameters_) {
+      p.shared = keeps_compute_copies() || p.stored_dtype() == p.compute_dtype;
+      any |= p.shared && p.numel > 0;
+    }
+    for (auto& p : parameters_) p.shared &= any;
   }
   plan_memory();
   allocate_memory();
@@ -193,9 +199,7 @@ void ShardedModel::plan_memory() {
 }
 
 void ShardedModel::allocate_memory() {
-  bool shares = false;
-  for (const auto& p : parameters_) shares |= p.shared && p.numel > 0;
-  if (shares) {
+  if (std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) { return p.shared; })) {
     compute_region_ =
         transport_->allocate(name_ + "/parameters", rank() == 0 ? compute_bytes_ : 0, comm::Views::kPrivate);
     view_ = compute_region_->view(0);

@@ -44,9 +44,11 @@ struct Parameter {
   bool low_precision_master = false;  // stepped in the compute dtype
   bool separate_master = false;       // the master is not a part of the compute copy
   bool shared = false;                // one compute copy for all ranks
-  bool ahead = false;                 // shared: the view has values that the common block does not have yet
-  size_t compute_offset = 0;          // bytes, the same on all ranks
-  int64_t version = 0;                // the tensor's version when it last agreed with its master
+  // Shared: the view has values that the common block may not have yet, with this digest.
+  bool ahead = false;
+  uint64_t ahead_digest = 0;
+  size_t compute_offset = 0;  // bytes, the same on all ranks
+  int64_t version = 0;        // the tensor's version when it last agreed with its master
   // What the optimizer steps.
   c10::ScalarType stored_dtype() const { return low_precision_master ? compute_dtype : master_dtype; }
 };
@@ -138,7 +140,9 @@ class ShardedModel {
   void release();
   void make_gatherer();
   void fill_memory();
-  bool written_unseen(int64_t parameter) const;
+  bool differs_from_common(int64_t parameter) const;
+  void go_ahead(int64_t parameter);
+  void adopt_master(int64_t parameter, const std::byte* values);
   bool views_common(int64_t parameter) const { return parameters_[parameter].shared && keeps_compute_copies(); }
   // This rank's part of the common block, from whole values.
   void write_common(int64_t parameter, const std::byte* values, c10::ScalarType dtype);

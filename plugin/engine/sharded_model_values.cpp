@@ -4,6 +4,8 @@
 #include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "plugin/engine/dtypes.h"
@@ -94,7 +96,12 @@ bool ShardedModel::changed(int64_t parameter) {
   auto& p = parameters_[parameter];
   if (p.numel == 0) return false;
   if (!attached(parameter)) return true;
-  if (gatherer_ == nullptr) return p.tensor._version() != p.version || written_unseen(parameter);
+  if (p.shared && keeps_compute_copies()) {
+    if (differs_from_common(parameter)) return true;
+    p.version = p.tensor._version();
+    return false;
+  }
+  if (gatherer_ == nullptr) return p.tensor._version() != p.version;
   if (!gatherer_->written(parameter)) return false;
   if (!gatherer_->agrees_with_masters(parameter)) return true;
   gatherer_->forget_write(parameter);  // the values that were there before
@@ -109,12 +116,14 @@ bool ShardedModel::shows_foreign_memory(int64_t parameter) const {
 
 void ShardedModel::adopt(int64_t parameter, const std::byte* values) {
   auto& p = parameters_[parameter];
-  store(parameter, values, p.compute_dtype);
+  adopt_master(parameter, values);
+  if (keeps_compute_copies() && values != visible(parameter))
+    std::memcpy(visible(parameter), values, static_cast<size_t>(p.numel * compute_itemsize(parameter)));
   if (!attached(parameter)) attach(parameter);
   if (gatherer_) gatherer_->forget_write(parameter);
   if (views_common(parameter)) {
     write_common(parameter, visible(parameter), p.compute_dtype);
-    p.ahead = true;  // others may not have written theirs yet
+    go_ahead(parameter);  // others may not have written theirs yet
   }
   p.version = p.tensor._version();
 }
@@ -123,7 +132,7 @@ void ShardedModel::adopt_whole(int64_t parameter, const std::byte* values) {
   auto& p = parameters_[parameter];
   store(parameter, values, p.stored_dtype());
   if (!attached(parameter)) attach(parameter);
-  p.ahead |= views_common(parameter);
+  if (views_common(parameter)) go_ahead(parameter);
   p.version = p.tensor._version();
 }
 
@@ -136,9 +145,40 @@ void ShardedModel::look_for_writes() {
   if (view_ && keeps_compute_copies()) view_->look();
 }
 
-bool ShardedModel::written_unseen(int64_t parameter) const {
+// An element that shows what its master rounds to was not changed: its master stays as exact as it is.
+void ShardedModel::adopt_master(int64_t parameter, const std::byte* values) {
   const auto& p = parameters_[parameter];
-  if (!p.shared || p.ahead) return false;
+  const auto range = owned(parameter, rank());
+  if (p.stored_dtype() == p.compute_dtype || !p.separate_master)
+    return store_master(parameter, values, p.compute_dtype);
+  constexpr int64_t kBlock = 1024;
+  std::array<std::byte, kBlock * 8> rounded, widened;
+  const auto narrow = kernel_dtype(p.compute_dtype), wide = kernel_dtype(p.stored_dtype());
+  const auto narrow_item = static_cast<size_t>(kernels::itemsize(narrow)),
+             wide_item = static_cast<size_t>(kernels::itemsize(wide));
+  for (int64_t begin = 0; begin < range.size(); begin += kBlock) {
+    const auto count = static_cast<size_t>(std::min(kBlock, range.size() - begin));
+    std::byte* to = master(parameter, rank()) + static_cast<size_t>(begin) * wide_item;
+    const std::byte* from = values + static_cast<size_t>(range.begin + begin) * narrow_item;
+    kernels::kernels().cast(to, wide, rounded.data(), narrow, static_cast<int64_t>(count));
+    kernels::kernels().cast(from, narrow, widened.data(), wide, static_cast<int64_t>(count));
+    for (size_t i = 0; i < count; ++i) {
+      if (std::memcmp(from + i * narrow_item, rounded.data() + i * narrow_item, narrow_item) != 0)
+        std::memcpy(to + i * wide_item, widened.data() + i * wide_item, wide_item);
+    }
+  }
+}
+
+void ShardedModel::go_ahead(int64_t parameter) {
+  auto& p = parameters_[parameter];
+  p.ahead = true;
+  p.ahead_digest = plan::digest(visible(parameter), p.numel * compute_itemsize(parameter));
+}
+
+// In what the tensor shows, or else in what was taken over since the common block was shown.
+bool ShardedModel::differs_from_common(int64_t parameter) const {
+  const auto& p = parameters_[parameter];
+  if (p.ahead) return plan::digest(visible(parameter), p.numel * compute_itemsize(parameter)) != p.ahead_digest;
   const auto bytes = static_cast<size_t>(p.numel * compute_itemsize(parameter));
   const size_t begin = compute_region_->view_offset(0) + p.compute_offset;
   return view_->written(begin, begin + bytes) &&

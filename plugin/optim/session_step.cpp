@@ -125,6 +125,7 @@ void Session::finish_reduction() {
 }
 
 void Session::zero_grad(bool set_to_none) {
+  transport_->check_process("zero_grad");
   if (set_to_none) {
     reducer_->zero();
   } else {

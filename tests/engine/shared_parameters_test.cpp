@@ -3,8 +3,13 @@
 // writes that go past autograd's versions.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstring>
+#include <functional>
 
 #include "tests/support/ranks.h"
 #include "tests/support/toy.h"
@@ -99,6 +104,160 @@ TEST(SharedParameters, AWriteOnOneRankStaysThereAndIsAnErrorAtTheStep) {
     });
     EXPECT_TRUE(results.ok()) << results;
   }
+}
+
+// A write that was taken over must not hide the next one that bumps no version.
+TEST(SharedParameters, EachOfSeveralWritesIsTakenOver) {
+  std::string expected;
+  for (const auto stage : {Stage::Zero1, Stage::Zero2, Stage::Zero3}) {
+    const auto results = run_threads(3, [&](int rank, const Group& group) {
+      auto module = two_parameters();
+      auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.125), group, options_of(stage, true));
+      std::string all;
+      for (const bool guard : {false, true}) {
+        const torch::NoGradGuard no_grad;
+        optimizer->zero_grad();
+        {
+          const torch::AutoGradMode with_grad(true);
+          backward(module, rank);
+        }
+        if (guard) {
+          const FullParametersGuard whole(*optimizer);
+          module->tensors[0].fill_(0.5);
+        } else {
+          module->tensors[0].fill_(0.5);
+        }
+        clip_grad_norm_(*optimizer, 1e9);  // where the write above is taken over
+        module->tensors[0].detach().variable_data().fill_(0.25);
+        optimizer->step();
+        std::vector<torch::Tensor> masters;
+        for (const auto& item : full_state_dict(*optimizer)) masters.push_back(item.value());
+        EXPECT_TRUE(same_bits(masters[0], torch::zeros_like(masters[0])));  // 0.25 - 0.125 * 2
+        all += bits(module) + ' ' + std::to_string(digest(masters)) + ' ';
+      }
+      return all;
+    });
+    ASSERT_TRUE(results.ok()) << results;
+    for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+    if (expected.empty()) expected = results[0].report;
+    EXPECT_EQ(results[0].report, expected) << "stage " << static_cast<int>(stage);
+  }
+}
+
+// A write of what is there already, and one of a few elements, leave the other masters as exact as they are.
+TEST(SharedParameters, WritesThatChangeNothingChangeNoMaster) {
+  std::string expected;
+  for (const auto stage : all_stages()) {
+    for (const bool share : {false, true}) {
+      const auto results = run_threads(3, [&](int rank, const Group& group) {
+        auto module = two_parameters();
+        auto optimizer =
+            shard(*module, torch::optim::SGD(module->parameters(), 0.001), group, options_of(stage, true, share));
+        for (int step = 0; step < 4; ++step) {
+          const torch::NoGradGuard no_grad;
+          optimizer->zero_grad();
+          module->tensors[0].clamp_(-10, 10);
+          module->tensors[1][3].fill_(step);
+          const torch::AutoGradMode with_grad(true);
+          backward(module, rank);
+          optimizer->step();
+        }
+        std::vector<torch::Tensor> masters;
+        for (const auto& item : full_state_dict(*optimizer)) masters.push_back(item.value());
+        EXPECT_FALSE(same_bits(masters[1], masters[1].to(torch::kBFloat16).to(torch::kFloat)));
+        return bits(module) + ' ' + std::to_string(digest(masters));
+      });
+      ASSERT_TRUE(results.ok()) << results;
+      for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+      if (expected.empty()) expected = results[0].report;
+      EXPECT_EQ(results[0].report, expected) << "stage " << static_cast<int>(stage) << " share " << share;
+    }
+  }
+}
+
+TEST(SharedParameters, MayBeEmpty) {
+  for (const auto stage : all_stages()) {
+    const auto results = run_threads(3, [&](int, const Group& group) {
+      Toy module = toy_of({torch::empty({0}), torch::empty({0, 4})});
+      auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.125), group, options_of(stage, false));
+      backward_with(module->parameters(), {torch::empty({0}), torch::empty({0, 4})});
+      optimizer->step();
+    });
+    EXPECT_TRUE(results.ok()) << results;
+  }
+}
+
+// What a process gives up after shard() does not matter: descriptors, unlocked memory.
+TEST(SharedParameters, NeedNeitherDescriptorsNorUnlockedMemoryLater) {
+  for (const auto stage : {Stage::Zero2, Stage::Zero3}) {
+    const auto results = run_processes(3, [&](int rank, const Group& group) {
+      auto module = two_parameters();
+      auto first = two_parameters();  // what a process needs once
+      shard(*first, torch::optim::SGD(first->parameters(), 0.125), group, options_of(stage, false));
+      const int before = ::dup(0);
+      ::close(before);
+      auto optimizer = shard(*module, torch::optim::SGD(module->parameters(), 0.125), group, options_of(stage, false));
+      const int after = ::dup(0);
+      ::close(after);
+      EXPECT_EQ(after, before) << "shard() keeps a descriptor";
+      rlimit limit{};
+      ::getrlimit(RLIMIT_NOFILE, &limit);
+      const rlimit none{3, limit.rlim_max};
+      EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+      const torch::NoGradGuard no_grad;
+      for (int step = 0; step < 3; ++step) {
+        optimizer->zero_grad();
+        module->tensors[0].fill_(step);
+        if (stage == Stage::Zero2) {
+          EXPECT_EQ(::mlock(module->tensors[0].data_ptr(), module->tensors[0].nbytes()), 0);
+        }
+        const torch::AutoGradMode with_grad(true);
+        backward(module, rank);
+        optimizer->step();
+        EXPECT_TRUE(same_bits(module->tensors[0], torch::full_like(module->tensors[0], step - 0.25)))
+            << module->tensors[0][0] << step << " stage " << static_cast<int>(stage);
+      }
+      EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+      return bits(module);
+    });
+    ASSERT_TRUE(results.ok()) << results;
+    for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+  }
+}
+
+// A child that trains would write to its parent's gradients.
+TEST(SharedParameters, AForkedChildMayReadAndWriteButNotTrain) {
+  const auto results = run_processes(3, [&](int rank, const Group& group) {
+    auto module = two_parameters();
+    auto optimizer =
+        shard(*module, torch::optim::SGD(module->parameters(), 0.125), group, options_of(Stage::Zero2, false));
+    const auto before = bits(module);
+    const pid_t child = ::fork();
+    if (child == 0) {
+      const auto refused = [](const std::function<void()>& call) {
+        try {
+          call();
+        } catch (const std::exception& error) {
+          return std::string(error.what()).find("was forked from the one that made the group") != std::string::npos;
+        }
+        return false;
+      };
+      bool right = refused([&] { backward(module, rank); }) && refused([&] { optimizer->step(); }) &&
+                   refused([&] { optimizer->zero_grad(); });
+      const torch::NoGradGuard no_grad;
+      for (auto& p : module->tensors) p.fill_(100);
+      ::_exit(right ? 0 : 1);
+    }
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+    EXPECT_EQ(bits(module), before);
+    backward(module, rank);
+    optimizer->step();
+    return bits(module);
+  });
+  ASSERT_TRUE(results.ok()) << results;
+  for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
 }
 
 // The others have clipped and step; this rank still looks at its parameters.
