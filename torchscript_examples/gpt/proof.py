@@ -179,7 +179,8 @@ def proof(launcher, model, steps, ways):
             texts = cells(row, journals)
         lines.append("  ".join(text.rjust(width) for text, width in zip(texts, widths)))
         print(lines[-1], flush=True)
-    print("MB/rank: held between steps, as metrics() counts it; formula: 2 + 16 bytes an element, in ZeRO-1 and 2 2 + 16 / ranks,\nin ZeRO-3 16 / ranks;\n"
+    print("MB/rank: held between steps, as metrics() counts it; formula: 2 + 16 bytes an element, in ZeRO-1 and 2 18 / ranks (one 16-bit copy for\n"
+          "all ranks), in ZeRO-3 16 / ranks;\n"
           "process: growth of the rank's own and shared memory since before the model was made, torch's caches included.")
     return results, lines
 

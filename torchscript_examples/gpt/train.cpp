@@ -214,6 +214,7 @@ class Trainer {
   void measure_memory() {
     // Bytes per element, docs/design.md: compute copy, then gradients, AdamW's two moments and the master where it is
     // not part of the compute copy. ZeRO-3 has no compute copy; what is whole at the moment is left out of the ledger.
+    // ZeRO-1 and 2 have one compute copy for all ranks of the host, where the system allows it.
     const bool zero3 = arguments_.stage == "zero3";
     const int64_t compute = zero3 ? 0 : arguments_.dtype == "bf16" ? 2 : 4;
     const int64_t sharded = zero3 || arguments_.dtype == "bf16" ? 4 + 8 + 4 : 4 + 8;
@@ -222,9 +223,10 @@ class Trainer {
     for (const auto& parameter : model_.parameters()) {
       padded += (parameter.numel() + 63) / 64 * 64 + 16 * journal_.world;
     }
-    journal_.memory.formula = compute * journal_.parameters + sharded * journal_.parameters / owners;
-    journal_.memory.formula_padded = compute * padded + sharded * padded / owners;
     const auto memory = optimizer_->metrics().memory;
+    const int64_t sharers = memory.parameters < compute * journal_.parameters ? journal_.world : 1;
+    journal_.memory.formula = compute * journal_.parameters / sharers + sharded * journal_.parameters / owners;
+    journal_.memory.formula_padded = compute * padded / sharers + sharded * padded / owners;
     journal_.memory.ledger = memory.between_steps() - (zero3 ? memory.parameters : 0);
     journal_.memory.process = resident_bytes() - memory_at_start_;
   }
