@@ -13,8 +13,7 @@ target_compile_options(trueshard_compile_rules INTERFACE
   -fvisibility=hidden -fvisibility-inlines-hidden)
 if(TRUESHARD_WERROR)
   # GCC 12 sees overlapping copies in std::string's own assignment (its bug 105651): a warning here, never an error.
-  # With -O1 it also takes optional arguments inlined from libtorch for uninitialised.
-  target_compile_options(trueshard_compile_rules INTERFACE -Werror -Wno-error=restrict -Wno-error=maybe-uninitialized)
+  target_compile_options(trueshard_compile_rules INTERFACE -Werror -Wno-error=restrict)
 endif()
 
 if(TRUESHARD_SANITIZE STREQUAL "address")
