@@ -35,6 +35,14 @@ void backward(const Toy& module, int rank) {
   for (const auto& p : module->parameters()) gradients.push_back(torch::full_like(p, rank + 1));
   backward_with(module->parameters(), gradients);
 }
+std::vector<torch::Tensor> masters_of(ShardedOptimizer& optimizer) {
+  std::vector<torch::Tensor> masters;
+  for (const auto& item : full_state_dict(optimizer)) masters.push_back(item.value());
+  return masters;
+}
+void expect_one_report(const RankResults& results) {
+  for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+}
 std::string bits(const Toy& module) { return std::to_string(digest(module->parameters())); }
 
 // Writes to the same places on all ranks, past the version counter, and what the steps after them make of it.
@@ -130,15 +138,14 @@ TEST(SharedParameters, EachOfSeveralWritesIsTakenOver) {
         clip_grad_norm_(*optimizer, 1e9);  // where the write above is taken over
         module->tensors[0].detach().variable_data().fill_(0.25);
         optimizer->step();
-        std::vector<torch::Tensor> masters;
-        for (const auto& item : full_state_dict(*optimizer)) masters.push_back(item.value());
+        const auto masters = masters_of(*optimizer);
         EXPECT_TRUE(same_bits(masters[0], torch::zeros_like(masters[0])));  // 0.25 - 0.125 * 2
         all += bits(module) + ' ' + std::to_string(digest(masters)) + ' ';
       }
       return all;
     });
     ASSERT_TRUE(results.ok()) << results;
-    for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+    expect_one_report(results);
     if (expected.empty()) expected = results[0].report;
     EXPECT_EQ(results[0].report, expected) << "stage " << static_cast<int>(stage);
   }
@@ -162,13 +169,12 @@ TEST(SharedParameters, WritesThatChangeNothingChangeNoMaster) {
           backward(module, rank);
           optimizer->step();
         }
-        std::vector<torch::Tensor> masters;
-        for (const auto& item : full_state_dict(*optimizer)) masters.push_back(item.value());
+        const auto masters = masters_of(*optimizer);
         EXPECT_FALSE(same_bits(masters[1], masters[1].to(torch::kBFloat16).to(torch::kFloat)));
         return bits(module) + ' ' + std::to_string(digest(masters));
       });
       ASSERT_TRUE(results.ok()) << results;
-      for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+      expect_one_report(results);
       if (expected.empty()) expected = results[0].report;
       EXPECT_EQ(results[0].report, expected) << "stage " << static_cast<int>(stage) << " share " << share;
     }
@@ -221,7 +227,7 @@ TEST(SharedParameters, NeedNeitherDescriptorsNorUnlockedMemoryLater) {
       return bits(module);
     });
     ASSERT_TRUE(results.ok()) << results;
-    for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+    expect_one_report(results);
   }
 }
 
@@ -257,7 +263,7 @@ TEST(SharedParameters, AForkedChildMayReadAndWriteButNotTrain) {
     return bits(module);
   });
   ASSERT_TRUE(results.ok()) << results;
-  for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+  expect_one_report(results);
 }
 
 // The others have clipped and step; this rank still looks at its parameters.
@@ -279,7 +285,7 @@ TEST(SharedParameters, DoNotMoveBeforeTheRanksOwnStep) {
     return bits(module);
   });
   ASSERT_TRUE(results.ok()) << results;
-  for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+  expect_one_report(results);
 }
 
 TEST(SharedParameters, AreWholeAsSoonAsAGuardIsLeft) {
@@ -310,7 +316,7 @@ TEST(SharedParameters, AreWholeAsSoonAsAGuardIsLeft) {
       return bits(module);
     });
     ASSERT_TRUE(results.ok()) << results;
-    for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+    expect_one_report(results);
   }
 }
 
@@ -331,12 +337,11 @@ TEST(SharedParameters, AGuardSpreadsWhatOneRankWrote) {
       }
       backward(module, rank);
       optimizer->step();
-      std::vector<torch::Tensor> masters;
-      for (const auto& item : full_state_dict(*optimizer)) masters.push_back(item.value());
+      const auto masters = masters_of(*optimizer);
       return bits(module) + ' ' + std::to_string(digest(masters));
     });
     ASSERT_TRUE(results.ok()) << results;
-    for (const auto& result : results) EXPECT_EQ(result.report, results[0].report);
+    expect_one_report(results);
     if (expected.empty()) expected = results[0].report;
     EXPECT_EQ(results[0].report, expected) << "stage " << static_cast<int>(stage);
   }
